@@ -414,7 +414,7 @@ X, Y = toy(0, 8)
         ({"model": nn.Linear(20, 2)}, "modules: expected one with block-sparse weights"),
         ({"model": nn.Sequential(network(), nn.BatchNorm1d(2))}, "1: expected a module without running statistics"),
         ({"skip": "layers.9"}, "skip: expected"),
-        ({"resume": True}, "resume: expected a checkpoint to go on from"),
+        ({"resume": True}, "resume: expected a checkpoint to resume from"),
         ({"resume": True, "checkpoint": "nowhere.safetensors"}, "checkpoint: expected a file"),
         ({"epochs": 0}, "epochs: expected an int, 1 or more"),
         ({"batch": 1.5}, "batch: expected an int"),

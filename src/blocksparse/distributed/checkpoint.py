@@ -106,7 +106,7 @@ def load_checkpoint(
         The `about` of the checkpoint; {} if it has none.
 
     Raises:
-        BlockSparseError: in all processes alike, if there is no checkpoint, if it is damaged, or if it belongs to
+        BlockSparseError: in all processes, if there is no checkpoint, if it is damaged, or if it belongs to
             another model.
     """
     folder = path_of("folder", folder)

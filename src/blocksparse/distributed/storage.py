@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 
 from .state import LocalChunk
 
-# Bytes that are written or read at once. A reader holds as many in addition to what it loads.
+# Bytes that are written or read at once. While it loads, a reader needs this memory too.
 PIECE_BYTES = 32 * 2**20
 
 

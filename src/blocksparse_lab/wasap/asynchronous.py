@@ -1,4 +1,4 @@
-"""The asynchronous phase: one network at the master, which all gradients train, and the messages between them."""
+"""The asynchronous phase: the master trains one network with the gradients of all workers."""
 
 from __future__ import annotations
 
@@ -11,81 +11,101 @@ from itertools import cycle
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse.distributed import group
+from blocksparse.distributed.group import MASTER, receive, reraise_comm_errors
 from blocksparse.distributed.wasap import retain_valid
 from blocksparse.layout import BlockLayout
 from blocksparse.sparsity.sparse_training.set import SET
 from blocksparse.sparsity.sparse_training.sgd import SGD
 
-from .flat import Flat, topology_of
+from .flat import FlatModel, flat_topology
 
-# A worker computes a gradient while the push of its last one and the answer to that are under way: with that, no
-# process waits for another of its speed. One more would only make the gradients older.
+# A worker computes a gradient while its last push and the answer to that push are under way. Then processes of equal
+# speed never wait for each other. A third gradient in flight would only make gradients older.
 IN_FLIGHT = 2
 
 
 class Message:
-    """Two numbers and a tensor of each parameter's shape, in one piece of memory that is sent and received as it is.
+    """Two numbers and a tensor for each parameter, in one buffer that is sent and received without copies.
 
-    A push holds [samples, loss] and the gradients; an answer [goes on, a topology follows] and the parameters. Which of
-    the tensors are there is said too.
+    A push has the head [samples, loss] and the gradients. An answer has the head [training continues, a topology
+    follows] and the parameters. `present` marks the tensors that are not None.
     """
 
-    def __init__(self, flat: Flat, wire: torch.dtype):
-        sizes = [2 * torch.float64.itemsize, flat.numbers * wire.itemsize, len(flat.parameters)]
+    def __init__(self, flat: FlatModel, wire: torch.dtype):
+        sizes = [2 * torch.float64.itemsize, flat.numel * wire.itemsize, len(flat.parameters)]
         self.bytes = torch.empty(sum(sizes), dtype=torch.uint8)
-        head, parts, self.there = self.bytes.split(sizes)
+        head, parts, self.present = self.bytes.split(sizes)
         self.head = head.view(torch.float64)
         self.parts = flat.split(parts.view(wire))
 
     def fill(self, head: tuple[float, float], tensors: Sequence[Tensor | None]) -> None:
-        """Writes the message; a gradient that is None takes the place of zeros."""
+        """Write the message, with zeros for a tensor that is None."""
         self.head[0], self.head[1] = head
-        self.there.copy_(torch.tensor([tensor is not None for tensor in tensors]))
+        self.present.copy_(torch.tensor([tensor is not None for tensor in tensors]))
         for part, tensor in zip(self.parts, tensors, strict=True):
             part.zero_() if tensor is None else part.copy_(tensor.detach())
 
 
-class ToMaster:
-    """A worker's side: gives gradients, takes the newest network, and waits for neither where it need not."""
+class Transfer:
+    """A message under way; its tensor must not be used until `wait` returns."""
 
-    def __init__(self, flat: Flat, wire: torch.dtype):
+    def __init__(self, tensor: Tensor, peer: int, is_send: bool):
+        self.peer = peer
+        with reraise_comm_errors(f"process {peer}"):
+            self.work = dist.isend(tensor, peer) if is_send else dist.irecv(tensor, peer)
+
+    def wait(self) -> None:
+        with reraise_comm_errors(f"process {self.peer}"):
+            if self.work is not None:
+                self.work.wait()
+
+
+class MasterConnection:
+    """A worker's connection to the master: sends gradients, receives the newest network."""
+
+    def __init__(self, flat: FlatModel, wire: torch.dtype):
         self.flat = flat
         self.pushes = cycle([Message(flat, wire) for _ in range(IN_FLIGHT)])
-        self.sent: deque[group.Pending] = deque()
+        self.sends: deque[Transfer] = deque()
         self.answer = Message(flat, wire)
-        self.coming = group.start_receive(self.answer.bytes, group.MASTER)
+        self._start_receive()
+
+    def _start_receive(self) -> None:
+        self.receiving = Transfer(self.answer.bytes, MASTER, is_send=False)
 
     def push(self, samples: int, loss: float) -> bool:
-        """Gives the parameters' gradients, takes the answer to an earlier push; returns whether there is more to do."""
+        """Send the parameters' gradients and load the answer to an earlier push; return whether training continues."""
         message = next(self.pushes)
         message.fill((samples, loss), [p.grad for p in self.flat.parameters])
-        self.sent.append(group.start_send(message.bytes, group.MASTER))
-        if len(self.sent) < IN_FLIGHT:
+        self.sends.append(Transfer(message.bytes, MASTER, is_send=True))
+        if len(self.sends) < IN_FLIGHT:
             return True
         if self._pull():
-            self.coming = group.start_receive(self.answer.bytes, group.MASTER)
+            self._start_receive()
             return True
-        while self.sent:  # the master answers every push
-            self.coming = group.start_receive(self.answer.bytes, group.MASTER)
+        while self.sends:  # the master answers every push
+            self._start_receive()
             self._pull()
         return False
 
     def _pull(self) -> bool:
-        self.coming.wait()
-        self.sent.popleft().wait()
-        goes_on, topology_follows = self.answer.head.tolist()
+        self.receiving.wait()
+        self.sends.popleft().wait()
+        continues, topology_follows = self.answer.head.tolist()
         if topology_follows:
-            topology = group.receive(torch.empty_like(self.flat.topology()), group.MASTER)
+            topology = receive(torch.empty_like(self.flat.topology()), MASTER)
             self.flat.load_layouts(self.flat.layouts_of(topology))
         self.flat.load_values(self.answer.parts)
-        return bool(goes_on)
+        return bool(continues)
 
 
 @dataclass
-class Finished:
+class FinishedEpoch:
+    """The network at the end of an epoch, and the epoch's results; `calls` is SET's count of evolutions."""
+
     epoch: int
     layouts: list[BlockLayout]
     values: Tensor
@@ -97,23 +117,23 @@ class Finished:
 
 
 class Master:
-    """Applies gradients one by one, evolves the topology after each epoch, hands out what is newest.
+    """Takes a step with each gradient, evolves the topology after each epoch, and sends out the newest network.
 
-    The process is a worker too, and answers the others between two steps of its own: one thread does all the work.
-    What waits for the pushes of a worker is a thread that holds Python's lock for microseconds only. (Threads that took
-    the steps fought for that lock with the process's own worker, and two processes were no faster than one.)
+    The master is a worker too. It answers the others between two steps of its own, in one thread. A thread for each
+    worker waits for pushes and holds Python's lock for microseconds only. (When threads took the steps, they and the
+    master's own worker competed for that lock, and two processes were no faster than one.)
 
     Args:
         flat, optimizer, method: of the network.
-        first, last: the epochs, `last` not among them.
+        first, last: the range of epochs, without `last`.
         steps: gradients of all workers in an epoch.
-        workers: with the master's own.
+        workers: the number of workers, the master included.
         wire: the dtype of gradients and parameters in messages.
     """
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatModel,
         optimizer: SGD,
         method: SET,
         first: int,
@@ -123,44 +143,53 @@ class Master:
         wire: torch.dtype = torch.float32,
     ):
         self.flat, self.optimizer, self.method = flat, optimizer, method
-        self.epoch, self.steps, self.left = first, steps, (last - first) * steps
+        self.epoch, self.steps, self.steps_left = first, steps, (last - first) * steps
         self.layouts = flat.layouts()
-        self.finished: deque[Finished] = deque()
-        self._begin()
+        self.finished: deque[FinishedEpoch] = deque()
+        self._begin_epoch()
         self.arrived: SimpleQueue[_Worker | Exception] = SimpleQueue()
-        self.unserved = workers - 1
+        self.active_workers = workers - 1
         for rank in range(1, workers):
             _Worker(rank, Message(flat, wire), Message(flat, wire), self.layouts, self.arrived)
 
-    def _begin(self) -> None:
+    def _begin_epoch(self) -> None:
         self.loss, self.samples, self.start = 0.0, 0, time.perf_counter()
 
     def step(self, samples: int, loss: float) -> None:
-        """Takes a step with the gradients that the parameters have."""
+        """Take a step with the parameters' gradients."""
         self.optimizer.step()
-        self.loss, self.samples, self.left = self.loss + loss * samples, self.samples + samples, self.left - 1
-        if self.left % self.steps == 0:
-            self._end_of_epoch()
+        self.loss += loss * samples
+        self.samples += samples
+        self.steps_left -= 1
+        if self.steps_left % self.steps == 0:
+            self._end_epoch()
 
-    def _end_of_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         self.method.step()
         self.layouts = self.flat.layouts()
         self.epoch += 1
-        seconds = time.perf_counter() - self.start
-        values, momentum = self.flat.values(), self.flat.momentum(self.optimizer)
-        mean = self.loss / max(self.samples, 1)
-        calls = self.method.calls
-        self.finished.append(Finished(self.epoch, self.layouts, values, momentum, calls, mean, self.samples, seconds))
-        self._begin()
+        self.finished.append(
+            FinishedEpoch(
+                self.epoch,
+                self.layouts,
+                self.flat.values(),
+                self.flat.momentum(self.optimizer),
+                self.method.calls,
+                self.loss / max(self.samples, 1),
+                self.samples,
+                time.perf_counter() - self.start,
+            )
+        )
+        self._begin_epoch()
 
     def serve(self) -> None:
-        """Takes steps with the gradients that have arrived, and answers them."""
-        while self.unserved and not self.arrived.empty():
+        """Take steps with the gradients that have arrived, and answer them."""
+        while self.active_workers and not self.arrived.empty():
             self._serve_one()
 
     def dismiss(self) -> None:
-        """Waits for the pushes that are still to come, drops their gradients, and gives the workers the end result."""
-        while self.unserved:
+        """Wait for the last pushes, drop their gradients, and send the final network to the workers."""
+        while self.active_workers:
             self._serve_one()
 
     def _serve_one(self) -> None:
@@ -168,21 +197,21 @@ class Master:
         if isinstance(worker, Exception):
             raise worker
         layouts = worker.layouts.popleft()
-        if self.left > 0:
+        if self.steps_left > 0:
             samples, loss = worker.push.head.tolist()
             parts = list(worker.push.parts)
             for i, parameter in enumerate(self.flat.parameters):
                 module = self.flat.module_of.get(parameter)
                 if module is not None:
                     parts[i] = retain_valid(parts[i], layouts[module], self.layouts[module])
-            self.flat.load_gradients(parts, worker.push.there.tolist())
+            self.flat.load_gradients(parts, worker.push.present.tolist())
             self.step(int(samples), loss)
-        if worker.send(self.left > 0, self.layouts, self.flat.parameters):
-            self.unserved -= 1
+        if worker.send(self.steps_left > 0, self.layouts, self.flat.parameters):
+            self.active_workers -= 1
 
 
 class _Worker:
-    """What the master knows of another process: messages, and the layouts that its gradients will be for."""
+    """The master's record of another process: its messages, and the layouts that its next gradients will be for."""
 
     def __init__(
         self,
@@ -193,38 +222,38 @@ class _Worker:
         arrived: SimpleQueue[_Worker | Exception],
     ):
         self.rank, self.push, self.answer, self.arrived = rank, push, answer, arrived
-        self.layouts = deque([layouts] * IN_FLIGHT)  # of the next pushes, in the order of their coming
-        self.after_end = 0  # how many pushes were answered that training is over
-        self.sent: list[group.Pending] = []
-        self.taken: SimpleQueue[bool] = SimpleQueue()  # after each push, whether there are more
+        self.layouts = deque([layouts] * IN_FLIGHT)  # of the next pushes, in their order
+        self.final_answers = 0
+        self.sends: list[Transfer] = []
+        self.more_pushes: SimpleQueue[bool] = SimpleQueue()  # after each push, whether another one follows
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
         try:
-            goes_on = True
-            while goes_on:
-                group.receive(self.push.bytes, self.rank)
+            more = True
+            while more:
+                receive(self.push.bytes, self.rank)
                 self.arrived.put(self)
-                goes_on = self.taken.get()
-        except Exception as error:  # the master's own thread raises it
+                more = self.more_pushes.get()
+        except Exception as error:  # the master's thread raises it
             self.arrived.put(error)
 
-    def send(self, goes_on: bool, layouts: list[BlockLayout], parameters: Sequence[Tensor]) -> bool:
-        """Answers the push; returns whether it was the last one."""
-        if not goes_on:
-            self.after_end += 1
-        last = self.after_end == IN_FLIGHT
-        self.taken.put(not last)  # the next may come
-        for pending in self.sent:
-            pending.wait()
+    def send(self, continues: bool, layouts: list[BlockLayout], parameters: Sequence[Tensor]) -> bool:
+        """Answer the push; return whether it was the worker's last one."""
+        if not continues:
+            self.final_answers += 1
+        last = self.final_answers == IN_FLIGHT
+        self.more_pushes.put(not last)  # the thread may receive the next push
+        for transfer in self.sends:
+            transfer.wait()
         changed = layouts is not self.layouts[-1]
-        self.answer.fill((goes_on, changed), parameters)
-        self.sent = [group.start_send(self.answer.bytes, self.rank)]
+        self.answer.fill((continues, changed), parameters)
+        self.sends = [Transfer(self.answer.bytes, self.rank, is_send=True)]
         if changed:
-            self.topology = topology_of(layouts)
-            self.sent.append(group.start_send(self.topology, self.rank))
+            self.topology = flat_topology(layouts)  # kept until it is sent
+            self.sends.append(Transfer(self.topology, self.rank, is_send=True))
         if last:
-            for pending in self.sent:
-                pending.wait()
+            for transfer in self.sends:
+                transfer.wait()
         self.layouts.append(layouts)
         return last

@@ -1,4 +1,4 @@
-"""Settings and per-epoch results of training by several processes."""
+"""The settings of a WASAP run, and its results for each epoch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class Settings:
     """How to train.
 
     Args:
-        epochs: of both phases.
+        epochs: the number of epochs of both phases together.
         batch: samples of each worker in a step.
-        learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`. The gradients of `n` asynchronous workers are about
-            `n - 1` steps old, which acts as more momentum (Mitliagkas et al., 2016): many want a smaller rate than one.
-        zeta: of `bs.sparsity.SET`.
-        regrow: its first values of new connections: "he", as in the papers, "xavier" or "zeros".
-        synchronous: WASSP-SGD instead of WASAP-SGD.
-        first_phase: the part of the epochs in which the workers train one network.
-        wire: "bfloat16" halves the messages of the asynchronous phase, both gradients and the parameters that workers
-            compute them with; the master's own stay as they are. None for the parameters' dtype.
-        seed: of the order of the samples, of dropout, and of what grows.
-        timeout: seconds without an answer after which a process counts as dead: more than an evaluation, a checkpoint
-            and the slowest worker's lag in an epoch take together.
+        learning_rate, momentum, weight_decay: as in `bs.sparsity.SGD`. Gradients of `n` asynchronous workers are about
+            `n - 1` steps old, which acts like more momentum (Mitliagkas et al., 2016): lower the rate for many workers.
+        zeta: as in `bs.sparsity.SET`.
+        regrow: the first values of new connections: "he" as in the papers, "xavier" or "zeros".
+        synchronous: whether to run WASSP-SGD instead of WASAP-SGD.
+        first_phase: the fraction of the epochs in which all workers train one network.
+        wire: the dtype of messages in the asynchronous phase. "bfloat16" halves them: gradients, and the parameters
+            from which workers compute them. The master keeps its own dtype. None sends the parameters' dtype.
+        seed: the seed of the order of samples, of dropout, and of new connections.
+        timeout: seconds without an answer after which a process counts as dead. Allow for an evaluation, a checkpoint
+            and the lag of the slowest worker in an epoch together.
 
     Raises:
-        BlockSparseError: numbers out of range, an unknown name.
+        BlockSparseError: a number out of range, or an unknown name.
 
     >>> from blocksparse.distributed import Settings
     >>> Settings(epochs=10).together, Settings(epochs=1).together
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def together(self) -> int:
-        """Epochs of the first phase."""
+        """The number of epochs in the first phase, in which all workers train one network."""
         return round(self.first_phase * self.epochs)
 
 
@@ -79,8 +79,8 @@ class Epoch:
     phase: str
     """"asynchronous", "synchronous", "alone", or "average"."""
     loss: float
-    """The mean over the samples of all workers; of the average, that of the epoch before."""
+    """The mean over the samples of all workers; for the average, that of the last epoch."""
     accuracy: float | None
-    """On the test set, if there is one; in the second phase, that of the master's own network."""
+    """The accuracy on the test set; None without one. In the second phase, that of the master's own network."""
     samples_per_second: float
-    """Samples that all workers trained on per second, evaluations left out as far as they held up all workers."""
+    """Samples that all workers trained on per second, without the evaluations that all workers wait for."""

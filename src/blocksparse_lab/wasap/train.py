@@ -1,17 +1,19 @@
-"""WASAP-SGD and WASSP-SGD: truly sparse networks trained by several workers, with one topology or several."""
+"""WASAP-SGD and WASSP-SGD: several workers train a sparse network together, then each its own, then average them."""
 
 from __future__ import annotations
 
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,14 +24,15 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.sparsity.sparse_training.set import SET
 from blocksparse.sparsity.sparse_training.sgd import SGD
+from blocksparse.surgery.agreement import digest
 from blocksparse.surgery.prunable import Skip
 
-from .asynchronous import Finished, Master, ToMaster
-from .flat import Flat
+from .asynchronous import FinishedEpoch, Master, MasterConnection
+from .flat import FlatModel
 from .settings import Epoch, Settings
 
 Data = tuple[Tensor, Tensor]
-# Samples that are tested at once: about as long as a training step, for which others have to wait for an answer.
+# Samples that are evaluated at once. They take about as long as a training step, and workers wait for that long.
 TEST_BATCH = 250
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -46,43 +49,45 @@ def train(
     resume: bool = False,
     report: Callable[[Epoch], None] | None = None,
 ) -> list[Epoch]:
-    """Trains a block-sparse network with all processes of this run, on one machine or on several.
+    """Train a block-sparse network on all processes of this run, on one machine or several.
 
-    Call it in each process of `torchrun --nproc-per-node K script.py`; without torchrun the one process is all workers.
+    Call it in each process of `torchrun --nproc-per-node K script.py`. Without torchrun there is one worker.
 
-    In the first phase (WASAP-SGD) each worker computes gradients on its own part of the data, as fast as it can, for
-    the master, which drops those of connections that are gone, takes a step with each, evolves the topology after as
-    many as an epoch has, and answers with the newest network. With `synchronous` (WASSP-SGD) all workers take each step
-    together, with the mean gradient and a learning rate that rises to K times its value within five epochs. In the
-    second phase each worker trains and evolves alone. At the end the networks are averaged on the union of their
-    topologies, and pruned by magnitude to as many connections as before.
+    First phase (WASAP-SGD): each worker computes gradients on its shard of the data, as fast as it can. The master
+    drops the gradients of connections that no longer exist, takes a step with each gradient, and answers with the
+    newest network. After an epoch's number of gradients it evolves the topology. With `synchronous` (WASSP-SGD) all
+    workers take each step together, with the mean gradient. The learning rate then rises to K times its value in five
+    epochs.
 
-    Process 0 is the master and a worker too. With one process this is sequential sparse evolutionary training, bit
-    for bit; with `synchronous` any number of processes gives the same bits each time, and the asynchronous phase does
-    not. Its messages are CPU tensors (gloo), wherever the model is; all others are where it is.
+    Second phase: each worker trains and evolves its own network. At the end these are averaged on the union of their
+    topologies, and pruned by magnitude to the number of connections before.
 
-    A process that dies stops the run: the others get a BlockSparseError as soon as the connection breaks or the timeout
-    is over. The last checkpoint is whole; the same call with `resume` goes on from there, with any number of processes.
-    The master writes it after each epoch of the first phase and at the end; with one process, after each epoch.
+    Process 0 is the master and a worker too. One process runs sequential sparse evolutionary training, bit for bit.
+    Runs with `synchronous` have the same bits each time for the same number of processes; the asynchronous phase does
+    not. Its messages are CPU tensors (gloo), whatever the model's device; other messages are on the model's device.
+
+    If a process dies, the others raise a BlockSparseError when the connection breaks or the timeout ends. The last
+    checkpoint is whole: the same call with `resume` continues from it, on any number of processes. The master writes it
+    after each epoch of the first phase and at the end; a single process writes it after each epoch.
 
     Args:
-        model: of the same structure in all processes; training starts from the master's, and all end with the result.
-        data: inputs `[n, ...]` and targets `[n, ...]`, the same in all processes; worker k takes rows k, k + K, ...
+        model: with the same structure in all processes. Training starts from the master's; all end with the result.
+        data: inputs `[n, ...]` and targets `[n, ...]`, the same in all processes; worker k trains on rows k, k + K, ...
         settings: `Settings()` by default.
-        test: inputs and class numbers `[m]`, on which the master measures the accuracy.
-        skip: as for `bs.sparsity.SET`: what does not evolve.
-        loss: of outputs and targets, a mean over samples.
-        checkpoint: the file for it.
-        resume: whether to go on from that file; after a restart by torchrun (`--max-restarts`) it does in any case.
+        test: inputs and class indices `[m]`, on which the master measures the accuracy.
+        skip: weights that do not evolve, as in `bs.sparsity.SET`.
+        loss: a function of outputs and targets, the mean over samples.
+        checkpoint: the checkpoint file.
+        resume: whether to resume from that file. After a restart by torchrun (`--max-restarts`) a run always does.
         report: called on the master after each epoch.
 
     Returns:
-        What came out of each epoch, and of the average, on the master; nothing elsewhere.
+        On the master, the results of each epoch and of the average; on other processes an empty list.
 
     Raises:
-        BlockSparseError: more workers than data, data that do not fit each other, a model without block-sparse weights
-            or with running statistics (batch norm), models that differ between the processes, a checkpoint of other
-            settings, a process that does not answer.
+        BlockSparseError: more workers than samples; inputs and targets that do not fit each other; a model without
+            block-sparse weights, or with running statistics (batch norm); models that differ between processes; a
+            checkpoint with other settings; a process that does not answer.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -98,7 +103,7 @@ def train(
     settings = Settings() if settings is None else settings
     _check(model, data, test)
     if resume and checkpoint is None:
-        raise BlockSparseError.expected("resume", "a checkpoint to go on from", "None")
+        raise BlockSparseError.expected("resume", "a checkpoint to resume from", "None")
     with group.process_group(settings.timeout) as (rank, workers):
         if workers > len(data[0]):
             raise BlockSparseError.expected("data", f"a sample or more for each of {workers} workers", len(data[0]))
@@ -107,12 +112,14 @@ def train(
         was_training = model.training
         devices = {p.device.index for p in model.parameters() if p.is_cuda}
         with torch.random.fork_rng([device for device in devices if device is not None]):
-            run.all(resume)
+            run.train(resume)
         model.train(was_training)
         return run.epochs
 
 
 class _Run:
+    """One process of a run; see `train` for the arguments."""
+
     path: Path | None
     report: Callable[[Epoch], None] | None
 
@@ -129,7 +136,7 @@ class _Run:
     ):
         self.model, self.data, self.settings, self.test, self.loss = model, data, settings, test, loss
         self.rank, self.workers = rank, workers
-        self.flat = Flat(model)
+        self.flat = FlatModel(model)
         self.optimizer = SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
         seed, stop, regrow = settings.seed, settings.epochs, settings.regrow
         self.method = SET(model, self.optimizer, settings.zeta, skip=skip, end=stop, init=regrow, seed=seed)
@@ -139,13 +146,13 @@ class _Run:
         self.shards = [len(range(k, n, workers)) for k in range(workers)]
         self.rows = torch.arange(rank, n, workers)
 
-    def all(self, resume: bool) -> None:
+    def train(self, resume: bool) -> None:
         self.check_same()
-        # torchrun starts all again after a failure: to go on, not to begin once more.
-        again = (
+        # After a failure torchrun starts all processes again; they should resume then.
+        restarted = (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.path is not None and self.path.exists()
         )
-        start = self.resumed() if (resume or again) and self.rank == group.MASTER else 0
+        start = self.load_checkpoint() if (resume or restarted) and self.rank == group.MASTER else 0
         start = int(group.broadcast(torch.tensor(start)))
         self.share()
         together = self.settings.together
@@ -158,13 +165,13 @@ class _Run:
     # -- data --------------------------------------------------------------------------------------------------
 
     def batches(self, epoch: int) -> Iterator[Tensor]:
-        """The rows of each batch of this worker in an epoch; dropout is seeded for it."""
+        """Yield the rows of each of this worker's batches in an epoch; seed dropout for it."""
         yield from batches(self.rows, self.settings, epoch, self.rank)
 
     def gradient(self, model: nn.Module, rows: Tensor) -> float:
-        """Leaves the gradient in the parameters; returns the loss."""
+        """Compute the parameters' gradients on these rows; return the loss."""
         model.zero_grad(set_to_none=True)
-        x, y = (part[rows.to(part.device)].to(self.device) for part in self.data)
+        x, y = (each[rows.to(each.device)].to(self.device) for each in self.data)
         loss = self.loss(model(x), y)
         loss.backward()
         return loss.item()
@@ -179,39 +186,39 @@ class _Run:
             self.lead(Master(self.flat, self.optimizer, self.method, start, together, steps, self.workers, wire))
         else:
             self.model.train()
-            master = ToMaster(self.flat, wire)
+            master = MasterConnection(self.flat, wire)
             for rows in self.stream(start):
                 if not master.push(len(rows), self.gradient(self.model, rows)):
                     break
         self.share()
 
     def lead(self, master: Master) -> None:
-        """Trains on the master's own part of the data, answers the others between the steps."""
-        shown = self.model if self.workers == 1 else copy.deepcopy(self.model)
+        """Train on the master's own shard of the data, and answer the others between the steps."""
+        evaluated = self.model if self.workers == 1 else copy.deepcopy(self.model)
         self.model.train()
         rows = self.stream(master.epoch)
-        while master.left:
+        while master.steps_left:
             batch = next(rows)
             loss = self.gradient(self.model, batch)
             master.step(len(batch), loss)
-            self.show(master, shown)
+            self.finish_epochs(master, evaluated)
             master.serve()
         master.dismiss()
-        self.show(master, shown)
+        self.finish_epochs(master, evaluated)
 
-    def show(self, master: Master, model: nn.Module) -> None:
-        """Evaluates and saves the epochs that are over by now; a copy of the model becomes what they left."""
+    def finish_epochs(self, master: Master, model: nn.Module) -> None:
+        """Evaluate and save the networks of finished epochs, loaded into `model` if that is a copy."""
         while master.finished:
             done = master.finished.popleft()
             if model is not self.model:
-                flat = Flat(model)
+                flat = FlatModel(model)
                 flat.load(done.layouts, flat.split(done.values))
             self.record(model, done, "asynchronous", master.serve)
             if model is self.model:
-                master.start = time.perf_counter()  # nobody trained meanwhile
+                master.start = time.perf_counter()  # nothing was trained in the meantime
 
     def stream(self, epoch: int) -> Iterator[Tensor]:
-        """The worker's batches without end: a fast one sees its part more often."""
+        """Yield the worker's batches without end: a fast worker sees its shard more often."""
         while True:
             yield from self.batches(epoch)
             epoch += 1
@@ -225,14 +232,14 @@ class _Run:
             self.model.train()
             for step in range(steps):
                 batch = next(rows, self.rows[:0])
-                loss += self.together(batch, step)
-            self.end(epoch, clock, loss, "synchronous")
-            # Each process has taken the same steps, but different processors may round differently.
+                loss += self.synchronous_step(batch, step)
+            self.end_epoch(epoch, clock, loss, "synchronous")
+            # All processes have taken the same steps, but their processors may round differently.
             self.share()
         group_of["lr"] = settings.learning_rate
 
-    def together(self, rows: Tensor, step: int) -> float:
-        """A step of all workers with the mean gradient over their samples; returns the sum of the losses here."""
+    def synchronous_step(self, rows: Tensor, step: int) -> float:
+        """Take a step with the mean gradient over all workers' samples; return the sum of this worker's losses."""
         loss = self.gradient(self.model, rows) if len(rows) else 0.0
         if self.workers > 1:
             batch = self.settings.batch
@@ -240,8 +247,8 @@ class _Run:
             if not len(rows):
                 self.model.zero_grad(set_to_none=True)
             mean = group.all_reduce(self.flat.gradients() * (len(rows) / samples))
-            parts, there = mean.tensor_split([self.flat.numbers])
-            self.flat.load_gradients(self.flat.split(parts), there.tolist())
+            gradients, present = mean.tensor_split([self.flat.numel])
+            self.flat.load_gradients(self.flat.split(gradients), present.tolist())
         self.optimizer.step()
         return loss * len(rows)
 
@@ -249,32 +256,32 @@ class _Run:
 
     def alone(self, start: int) -> None:
         if self.rank != group.MASTER:
-            self.method.seed = number_of(self.settings.seed, 0, self.rank)
+            self.method.seed = derived_seed(self.settings.seed, 0, self.rank)
         for epoch in range(start, self.settings.epochs):
             clock, loss = time.perf_counter(), 0.0
             self.model.train()
             for rows in self.batches(epoch):
                 loss += self.gradient(self.model, rows) * len(rows)
                 self.optimizer.step()
-            self.end(epoch, clock, loss, "alone")
+            self.end_epoch(epoch, clock, loss, "alone")
 
     def average(self) -> None:
-        values, topologies = group.gather(self.flat.values()), group.gather(self.flat.topology())
+        values, topologies = gather(self.flat.values()), gather(self.flat.topology())
         if self.rank == group.MASTER:
             layouts = [self.flat.layouts_of(topology) for topology in topologies]
-            parts = [self.flat.split(one) for one in values]
+            parts = [self.flat.split(each) for each in values]
             average_into(self.flat, layouts, parts)
             self.optimizer.state.clear()
             last = self.epochs[-1]
             epoch = Epoch(last.epoch, "average", last.loss, self.accuracy(self.model), last.samples_per_second)
             self.save(self.model, epoch.epoch, self.flat.momentum(self.optimizer), self.method.calls)
-            self.tell(epoch)
+            self.report_epoch(epoch)
         self.share()
 
-    # -- what the processes tell each other --------------------------------------------------------------------
+    # -- agreement of the processes ---------------------------------------------------------------------------
 
     def check_same(self) -> None:
-        """All must have been given the same: what they would send each other does not fit, or trains something else."""
+        """Raise a BlockSparseError on all processes unless they have the same model, settings and data."""
         flat, settings = self.flat, asdict(self.settings)
         del settings["timeout"]
         shapes = [(name, list(p.shape), p.dtype) for name, p in zip(flat.names, flat.parameters, strict=True)]
@@ -285,14 +292,14 @@ class _Run:
             "inputs": self.data[0],
             "targets": self.data[1],
         }
-        if differ := group.differing(facts):
-            ranks = ", ".join(f"process {rank}: {what}" for rank, what in differ)
+        if differing := differing_facts(facts):
+            ranks = ", ".join(f"process {rank}: {name}" for rank, name in differing)
             raise BlockSparseError.expected(
                 "processes", "the same model, settings and data in all", f"others in {ranks}"
             )
 
     def share(self) -> None:
-        """Gives all the master's network, momentum and count of evolutions."""
+        """Copy the master's network, momentum and count of evolutions to all processes."""
         if self.workers == 1:
             return
         topology = group.broadcast(self.flat.topology())
@@ -302,47 +309,47 @@ class _Run:
             self.flat.load(self.flat.layouts_of(topology), self.flat.split(values))
             self.flat.load_momentum(self.optimizer, momentum)
 
-    def end(self, epoch: int, clock: float, loss: float, phase: str) -> None:
-        """Of an epoch in which all processes work in step, or each alone."""
+    def end_epoch(self, epoch: int, clock: float, loss: float, phase: str) -> None:
+        """Evolve and record, after an epoch in which all processes trained in step or each alone."""
         self.method.step()
         total, samples = group.all_reduce(torch.tensor([loss, len(self.rows)], dtype=torch.float64)).tolist()
         if self.rank == group.MASTER:
             seconds, flat = time.perf_counter() - clock, self.flat
             momentum, calls = flat.momentum(self.optimizer), self.method.calls
             mean = total / samples
-            done = Finished(epoch + 1, [], torch.empty(0), momentum, calls, mean, int(samples), seconds)
+            done = FinishedEpoch(epoch + 1, [], torch.empty(0), momentum, calls, mean, int(samples), seconds)
             self.record(self.model, done, phase)
 
-    def record(self, model: nn.Module, done: Finished, phase: str, meanwhile: Callable[[], object] = bool) -> None:
+    def record(self, model: nn.Module, done: FinishedEpoch, phase: str, meanwhile: Callable[[], object] = bool) -> None:
         accuracy = self.accuracy(model, meanwhile)
         if phase != "alone" or self.workers == 1:
             self.save(model, done.epoch, done.momentum, done.calls)
-        self.tell(Epoch(done.epoch, phase, done.loss, accuracy, done.samples / max(done.seconds, 1e-9)))
+        self.report_epoch(Epoch(done.epoch, phase, done.loss, accuracy, done.samples / max(done.seconds, 1e-9)))
 
-    def tell(self, epoch: Epoch) -> None:
+    def report_epoch(self, epoch: Epoch) -> None:
         self.epochs.append(epoch)
         if self.report is not None:
             self.report(epoch)
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module, meanwhile: Callable[[], object] = bool) -> float | None:
-        """On the test set, if there is one; `meanwhile` is called after each part of it."""
+        """Return the accuracy on the test set, if there is one; call `meanwhile` after each batch of it."""
         if self.test is None:
             return None
         model.eval()
-        right = 0
-        for x, y in zip(*(part.split(TEST_BATCH) for part in self.test), strict=True):
-            right += int((model(x.to(self.device)).argmax(-1) == y.to(self.device)).sum())
+        correct = 0
+        for x, y in zip(*(each.split(TEST_BATCH) for each in self.test), strict=True):
+            correct += int((model(x.to(self.device)).argmax(-1) == y.to(self.device)).sum())
             meanwhile()
         model.train()
-        return right / len(self.test[0])
+        return correct / len(self.test[0])
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        said = asdict(self.settings)
-        del said["timeout"], said["wire"]
-        return {"kind": "wasap", "settings": said}
+        settings = asdict(self.settings)
+        del settings["timeout"], settings["wire"]
+        return {"kind": "wasap", "settings": settings}
 
     def save(self, model: nn.Module, epoch: int, momentum: Tensor, calls: int) -> None:
         if self.path is None:
@@ -351,8 +358,8 @@ class _Run:
         tensors["momentum"] = momentum
         checkpoints.save(self.path, tensors, {**self.about(), "epoch": epoch, "calls": calls})
 
-    def resumed(self) -> int:
-        """Loads the checkpoint; returns how many epochs are over."""
+    def load_checkpoint(self) -> int:
+        """Load the checkpoint; return the number of finished epochs."""
         if self.path is None:
             return 0
         tensors, about = checkpoints.load(self.path)
@@ -369,27 +376,53 @@ class _Run:
 
 
 def batches(rows: Tensor, settings: Settings, epoch: int, rank: int = 0) -> Iterator[Tensor]:
-    """The rows of each batch in an epoch, shuffled; seeds PyTorch's generators, of which dropout draws."""
-    seed = number_of(settings.seed, epoch + 1, rank)
+    """Yield the rows of each batch in an epoch, shuffled; seed PyTorch's generators, which dropout uses."""
+    seed = derived_seed(settings.seed, epoch + 1, rank)
     torch.manual_seed(seed)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     yield from rows[order].split(settings.batch)
 
 
-def number_of(seed: int, epoch: int, rank: int) -> int:
+def derived_seed(seed: int, epoch: int, rank: int) -> int:
+    """Return a seed of 63 bits for an epoch and a rank."""
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def average_into(flat: Flat, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:
-    """Leaves the average of several networks in a model, each weight pruned to the blocks that it has there."""
+def differing_facts(facts: Mapping[str, object]) -> list[tuple[int, str]]:
+    """Return the processes that differ from the majority, each with the name of the first fact that differs.
+
+    In a tie, the facts of the lowest rank count.
+    """
+    by_rank = group.all_gather([digest(fact) for fact in facts.values()])
+    usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank, strict=True)]
+    differing = []
+    for rank, digests in enumerate(by_rank):
+        if names := [name for name, mine, most in zip(facts, digests, usual, strict=True) if mine != most]:
+            differing.append((rank, names[0]))
+    return differing
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all processes on the master, and an empty list on the others."""
+    if group.is_single_process():
+        return [tensor]
+    is_master = dist.get_rank() == group.MASTER
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if is_master else []
+    with group.reraise_comm_errors():
+        dist.gather(tensor, tensors if is_master else None, group.MASTER)
+    return tensors
+
+
+def average_into(flat: FlatModel, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:
+    """Set a model to the average of several networks, with each weight pruned to its number of blocks in the model."""
     for i, parameter in enumerate(flat.parameters):
-        values = [one[i].to(parameter.dtype) for one in parts]
+        values = [each[i].to(parameter.dtype) for each in parts]
         at = flat.module_of.get(parameter)
         if at is None:
             parameter.data.copy_(sum(v.double() for v in values) / len(values))
         else:
             module = flat.modules[at]
-            layout, mean = union_average([one[at] for one in layouts], values)
+            layout, mean = union_average([each[at] for each in layouts], values)
             module.set_layout(*prune_to(layout, mean, module.layout.nnz))
 
 
@@ -397,7 +430,7 @@ def _check(model: nn.Module, data: Data, test: Data | None) -> None:
     for name, pair in (("data", data), ("test", test)):
         if pair is None:
             continue
-        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
             raise BlockSparseError.expected(name, "a pair of tensors, inputs and targets", type(pair).__name__)
         if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
             got = f"{len(pair[0])} inputs and {len(pair[1])} targets"
