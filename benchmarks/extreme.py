@@ -42,7 +42,7 @@ from blocksparse_lab.cli.train import parse_count
 from blocksparse_lab.machine import available_memory, commits, machine, where
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.training.trainer import Callback, Trainer
-from targets.memory import forget_peak, status
+from targets.memory import process_bytes, reset_peak
 from targets.rows import Line
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "extreme.json"
@@ -161,9 +161,9 @@ class Phases(Callback):
         """The high-water mark since the last one is of the phase that is open."""
         if self._open:
             name = self._open[-1]
-            self.resident[name] = status("VmRSS")
-            self.peak[name] = max(self.peak.get(name, 0), self.resident[name], status("VmHWM"))
-        forget_peak()
+            self.resident[name] = process_bytes("VmRSS")
+            self.peak[name] = max(self.peak.get(name, 0), self.resident[name], process_bytes("VmHWM"))
+        reset_peak()
 
 
 def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
@@ -189,7 +189,7 @@ def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found
             say(f"{at}: {held_out[-1]:.1f} % of the held-out rows wrong")
         if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said = time.monotonic()
-            last = f"{duration(phases.seconds['train'][-1])} a step, {status('VmRSS') / 2**30:.2f} GiB"
+            last = f"{duration(phases.seconds['train'][-1])} a step, {process_bytes('VmRSS') / 2**30:.2f} GiB"
             say(f"{at}: loss {losses[-1]:.3f}, {last}")
     quarter = max(1, len(losses) // 4)
     # In the median, one of many steps may have an evolution before it.

@@ -51,7 +51,7 @@ from blocksparse_lab.cli.terminal import bar
 from prediction import model as prediction
 from targets import rows
 from targets.contract import checks
-from targets.gpu import GpuReach, Job
+from targets.gpu import GpuTargets, Job
 from targets.gpu_chart import write_chart
 from targets.rows import Row
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     number("--tuning", arguments.tuning, 0)
     layer = layer_of(arguments)
     if arguments.list:
-        jobs = chosen(GpuReach(None).jobs(), arguments.only)
+        jobs = chosen(GpuTargets(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
         return False
     if arguments.predict:
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
     if folder:
         report.check_folder(folder)  # before minutes of measuring
-    reach = GpuReach(bench, settings["shrink"], rows.measured_before(path, facts, settings) if path else ())
+    reach = GpuTargets(bench, settings["shrink"], rows.read_earlier_rows(path, facts, settings) if path else ())
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
 
@@ -226,7 +226,7 @@ def chosen(jobs: list[Job], only: list[str]) -> list[Job]:
     return [jobs[nth] for nth in asked_for([(job.work,) for job in jobs], only, "--list")]
 
 
-def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
+def measured(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
     """The rows of each job as they come; on a terminal with a bar, elsewhere with a line for each, once the caller has
     written it."""
     start = monotonic()
@@ -235,14 +235,14 @@ def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[list[
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds and not reach.known(job)
-            found = [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job)
+            found = [Row(job.work, job.target, rows.OUT_OF_TIME, None)] if late else reach.run(job)
             yield found
             for row in found if progress.disable else ():
                 print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
             progress.advance(task)
 
 
-def draw(path: Path, reach: GpuReach, where: str) -> str:
+def draw(path: Path, reach: GpuTargets, where: str) -> str:
     if not reach.cases:
         return ""
     try:

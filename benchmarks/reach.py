@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row of an op
 
 # What it is, how it is measured, and how many times the seconds its rows take.
-OPS: dict[str, tuple[str, Callable[[float, bool], rows.Rows], int]] = {
+OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "linear": ("targets of the linear op", products.linear_rows, 1),
     "bounds": ("products as parts of their bounds", bounds.rows, 1),
     "int8": ("targets of products in 8 bits", int8.rows, 1),

@@ -21,8 +21,8 @@ from blocksparse import patterns
 from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, Samples
 from blocksparse.nn import attention
-from blocksparse_lab.bench.case import OURS, backward, forward, relative_error, within
-from targets.rows import Row, Rows, race, timing
+from blocksparse_lab.bench.case import OURS, backward, check_errors, forward, relative_error
+from targets.rows import Row, RowIterator, race, timing_options
 
 # Relative L2 error of outputs and gradients against float64, at most.
 BOUND = 1e-5
@@ -46,7 +46,7 @@ class AttentionSpec:
     block: int = 64
 
 
-def rows(budget: float = 8.0, quick: bool = False) -> Rows:
+def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     """Measures each pass: whether time falls with the density, and the speed-ups over dense; `quick` uses small sizes.
 
     Raises:
@@ -63,10 +63,12 @@ def rows(budget: float = 8.0, quick: bool = False) -> Rows:
     for problem in (AttentionProblem(spec, by_density, flex=not quick), AttentionProblem(spec, causal, causal=True)):
         errors = problem.check()
         for pass_ in PASSES:
-            yield from _rows(problem, errors, pass_, **timing(budget, quick))
+            yield from _rows(problem, errors, pass_, **timing_options(budget, quick))
 
 
-def _rows(problem: AttentionProblem, errors: Mapping[str, float], pass_: str, rounds: int, budget: float) -> Rows:
+def _rows(
+    problem: AttentionProblem, errors: Mapping[str, float], pass_: str, rounds: int, budget: float
+) -> RowIterator:
     found, s = race(problem.calls(pass_), rounds, budget), problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
     if not problem.causal:  # the first is dense: PyTorch's own kernel
@@ -119,7 +121,7 @@ class AttentionProblem:
             ours = self._results(self._ours(layout), torch.float32)
             exact = self._results(partial(F.scaled_dot_product_attention, attn_mask=mask), torch.float64)
             found[name] = max(map(relative_error, ours, exact))
-        within(BOUND, found, "attention")
+        check_errors(BOUND, found, "attention")
         return found
 
     def calls(self, pass_: str) -> dict[str, Call]:
@@ -148,7 +150,7 @@ class AttentionProblem:
         except Exception as error:  # of a compiler, or for want of one
             print(f"no FlexAttention here: {error!s:.200}", file=sys.stderr)
             return {}
-        within(BOUND, errors, "FlexAttention")
+        check_errors(BOUND, errors, "FlexAttention")
         return found
 
     def _results(self, function: Attention, dtype: torch.dtype) -> list[Tensor]:

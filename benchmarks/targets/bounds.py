@@ -25,7 +25,7 @@ from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import TRAINING, LinearSpec
 from blocksparse_lab.bench.peers import onednn
 from blocksparse_lab.bench.report import duration
-from targets.rows import Row, Rows, race, timing
+from targets.rows import Row, RowIterator, race, timing_options
 
 # Bytes of weights that take turns: more than any cache that a CPU has for two cores.
 COLD_BYTES = 256 << 20
@@ -62,7 +62,7 @@ ARITHMETIC = {
 
 
 @torch.no_grad()
-def rows(budget: float, quick: bool = False) -> Rows:
+def rows(budget: float, quick: bool = False) -> RowIterator:
     """A row for each product; `quick` takes small shapes, to see that it runs.
 
     >>> next(rows(0.1, quick=True)).work
@@ -77,16 +77,16 @@ def rows(budget: float, quick: bool = False) -> Rows:
 
 
 def _of_memory(name: str, spec: LinearSpec, cold: bool, budget: float, quick: bool) -> Row:
-    bench = LinearBench(**timing(budget, quick))
-    case = bench.checked(spec)
-    size = case.size(OURS)
+    bench = LinearBench(**timing_options(budget, quick))
+    case = bench.checked_case(spec)
+    size = case.weight_bytes(OURS)
     copies = 2 if cold and quick else -(-COLD_BYTES // size) if cold else 1
     device = Device(copies)
     calls: dict[str, Call] = {
-        OURS: device.ready([case.call(OURS, copy) for copy in range(copies)]),
-        "reading": device.ready([partial(_read, case.copy_of_values(copy)) for copy in range(copies)]),
+        OURS: device.prepare([case.call(OURS, copy) for copy in range(copies)]),
+        "reading": device.prepare([partial(_read, case.copy_of_values(copy)) for copy in range(copies)]),
     }
-    samples = race(calls, **timing(budget, quick)).samples.per(dict.fromkeys(calls, copies))
+    samples = race(calls, **timing_options(budget, quick)).samples.per(dict.fromkeys(calls, copies))
     part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
     title = f"{name}, hidden {spec.out_features}, 1 token, density {spec.density:g}, weights in "
     said = f"of reading the weights at {rate / 1e9:.3g} GB/s; {duration(samples.time(OURS).median)}"
@@ -100,13 +100,13 @@ def _read(values: Tensor) -> Tensor:
 
 def _of_arithmetic(name: str, work: Work, budget: float, quick: bool) -> Row:
     spec, size = work.spec, DENSE // 16 if quick else DENSE
-    bench = (LinearBench if isinstance(spec, LinearSpec) else ConvBench)(**timing(budget, quick))
-    case = bench.checked(spec)
+    bench = (LinearBench if isinstance(spec, LinearSpec) else ConvBench)(**timing_options(budget, quick))
+    case = bench.checked_case(spec)
     x, weight = torch.randn(size, size), torch.randn(size, size)
     calls: dict[str, Call] = {OURS: case.call(OURS), "MKL": partial(F.linear, x, weight)}
     if torch.backends.mkldnn.is_available():
         calls["oneDNN"] = partial(onednn(weight, size), x)
-    samples = race(calls, **timing(budget, quick)).samples
+    samples = race(calls, **timing_options(budget, quick)).samples
     operations = 2 * case.layout.nnz * spec.block**2 * spec.tokens
     scale = operations / (2 * size**3)
     best = min(set(calls) - {OURS}, key=lambda peer: samples.time(peer).median)

@@ -42,8 +42,19 @@ from blocksparse_lab.bench.lstm import LstmBench
 from blocksparse_lab.bench.report import short
 from targets.lstm import GPU_REACH as LSTM_REACH
 from targets.lstm import LstmTarget, sized
-from targets.memory import measured_step
-from targets.rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times, without_peer
+from targets.memory import measure_step_memory
+from targets.rows import (
+    MEMORY,
+    Race,
+    Row,
+    format_minimum,
+    format_ratio,
+    memory_row,
+    ratio_row,
+    refused_row,
+    speedup_row,
+    unmeasured_row,
+)
 from targets.transformer import TRANSFORMER
 
 
@@ -63,7 +74,7 @@ class Ceilings:
         for dtype in ("bfloat16", "float32"):
             a, b, out = (torch.randn(side, side, device=device.torch, dtype=getattr(torch, dtype)) for _ in range(3))
             calls[dtype] = partial(torch.mm, a, b, out=out)
-        device.settle()
+        device.warm_up()
         samples = alternate(calls, rounds=11, budget=3.0, clock=device.clock)
         operations = {name: 2 * side**3 / samples.time(name).median for name in calls if name != "copy"}
         return cls(2 * copied / samples.time("copy").median, operations)
@@ -91,13 +102,13 @@ class Job:
         try:
             return self.measure()
         except NotImplementedError as error:
-            return [not_measured(self.work, self.target, error)]
+            return [unmeasured_row(self.work, self.target, error)]
         except Exception as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())
             return [Row(self.work, self.target, f"FAILED: {said}", False, {"error": said})]
 
 
-class GpuReach:
+class GpuTargets:
     """All targets on one device.
 
     Args:
@@ -149,15 +160,19 @@ class GpuReach:
         for conv in CONV_REACH:
             for pass_ in ("forward", "dgrad", "wgrad"):
                 image = self._sized_conv(replace(conv.spec, pass_=pass_))
-                yield f"{image!r}", at_least(conv.ratio, conv.peer), partial(self._conv, image, conv.peer, conv.ratio)
+                yield (
+                    f"{image!r}",
+                    format_minimum(conv.ratio, conv.peer),
+                    partial(self._conv, image, conv.peer, conv.ratio),
+                )
         for lstm in LSTM_REACH:
             step = replace(lstm, spec=sized(lstm.spec, self.shrink))
-            yield step.work, at_least(step.ratio, step.peer), partial(self._lstm, step)
+            yield step.work, format_minimum(step.ratio, step.peer), partial(self._lstm, step)
         for kind, full, least in TRANSFORMER:
             part = full if self.shrink == 1 else full.shrunk()
-            yield f"{part}", at_least(least, "dense"), partial(self._part, kind, part, least)
+            yield f"{part}", format_minimum(least, "dense"), partial(self._part, kind, part, least)
         for peer, ratio in GPU_MEAN.items():
-            yield f"geometric mean over {peer}", at_least(ratio, peer), partial(self._mean, peer, ratio)
+            yield f"geometric mean over {peer}", format_minimum(ratio, peer), partial(self._mean, peer, ratio)
 
     def details(self, name: str) -> dict[str, Any]:
         """The details of the first row of GPU_REACH of this name, measured at the first call."""
@@ -210,7 +225,7 @@ class GpuReach:
         for name, case in cases.items():
             errors[name] = case.check(self.bench.seed)
             own: dict[str, int] = {}
-            calls[name] = self.bench.ready(case, OURS, own)
+            calls[name] = self.bench.prepare(case, OURS, own)
             counts[name] = own[OURS]
         found = Race(self.bench.alternate(calls, counts))
         details = {
@@ -225,7 +240,7 @@ class GpuReach:
 
     def _conv(self, spec: ConvSpec, peer: str, ratio: float, work: str) -> list[Row]:
         result = self._bench_of(ConvBench).run(spec, [peer])
-        return [against(work, result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
+        return [speedup_row(work, result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
 
     def _lstm(self, target: LstmTarget, work: str) -> list[Row]:
         result, peer = self._bench_of(LstmBench).run(target.spec, [target.peer]), target.peer
@@ -234,7 +249,7 @@ class GpuReach:
             ours, theirs = (result.tokens_per_second(name) / 1e3 for name in (OURS, peer))
             return f" of width {result.facts['widths'][peer]}, {ours:.3g} against {theirs:.3g} kB/s"
 
-        return [against(work, result, peer, target.ratio, more)]
+        return [speedup_row(work, result, peer, target.ratio, more)]
 
     def _part(self, kind: type[Bench], spec: Any, least: float | None, work: str) -> list[Row]:
         _, *others = kind.kind.peers
@@ -242,7 +257,7 @@ class GpuReach:
         details = result.as_dict()
         del details["bytes_per_second"]  # of language models
         more = "".join(f", {_in_short(result, peer)}" for peer in others)
-        return [against(work, result, "dense", least, lambda: more, details)]
+        return [speedup_row(work, result, "dense", least, lambda: more, details)]
 
     def _bench_of(self, kind: type[Bench]) -> Bench:
         return kind(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
@@ -264,7 +279,9 @@ class GpuReach:
             device.wait()
             return torch.cuda.max_memory_allocated(device.torch)
 
-        facts = measured_step(spec.layout(), spec.tokens, before, after, dtype=spec.torch_dtype, device=device.torch)
+        facts = measure_step_memory(
+            spec.layout(), spec.tokens, before, after, dtype=spec.torch_dtype, device=device.torch
+        )
         return [memory_row(work, facts, spec.out_features * spec.in_features * spec.torch_dtype.itemsize)]
 
     def _mean(self, peer: str, ratio: float, work: str) -> list[Row]:
@@ -303,7 +320,7 @@ def target_text(target: Target) -> str:
     >>> target_text(GPU_REACH["few tokens, bf16, density 0.1"])
     '>= 8x dense, >= 75% of a copy'
     """
-    parts = [at_least(ratio, peer) for peer, ratio in target.ratios]
+    parts = [format_minimum(ratio, peer) for peer, ratio in target.ratios]
     if target.bandwidth is not None:
         parts.append(f">= {target.bandwidth:.0%} of a copy")
     return ", ".join(parts)
@@ -325,13 +342,13 @@ def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings 
     said = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
     goal = target_text(replace(target, ratios=((first, ratio),)))
     if first in result.refused:
-        row = without_peer(work, goal, result, first, details)
+        row = refused_row(work, goal, result, first, details)
         row = replace(row, measured=row.measured + said)
     else:
-        row = judged(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
+        row = ratio_row(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
         if target.bandwidth is not None and (part is None or part < target.bandwidth):
             row = replace(row, met=None if part is None and row.met else False)
-    return [row, *(against(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
+    return [row, *(speedup_row(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
 
 
 def _in_short(result: CaseResult, peer: str) -> str:
@@ -341,20 +358,20 @@ def _in_short(result: CaseResult, peer: str) -> str:
 def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
     """The speed-up of a training step over dense, as a part of the forward pass' one."""
     if "dense" in step.refused:
-        return without_peer(work, _PART, step, "dense", step.as_dict())
+        return refused_row(work, _PART, step, "dense", step.as_dict())
     found = step.speedup("dense")
     part = found.median / forward.median
-    measured = f"{times(found)} dense, {part:.0%} of forward's {short(forward.median)}x"
+    measured = f"{format_ratio(found)} dense, {part:.0%} of forward's {short(forward.median)}x"
     return Row(work, _PART, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
 
 
 def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, Any]]) -> Row:
     """The geometric mean of the speed-ups over a peer, over the cases that it could run, by their rows' details."""
-    cases, text = list(cases), at_least(ratio, peer)
+    cases, text = list(cases), format_minimum(ratio, peer)
     found = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
     if not found:
         reasons = dict.fromkeys(case["refused"][peer] for case in cases if peer in case.get("refused", ()))
-        return not_measured(work, text, "; ".join(reasons) or "no case")
+        return unmeasured_row(work, text, "; ".join(reasons) or "no case")
     mean = geometric_mean(found)
     measured = f"{short(mean)}x {peer} ({short(min(found))}-{short(max(found))}), {len(found)} of {len(cases)} cases"
     return Row(work, text, measured, mean >= ratio, {"mean": mean, "ratios": found})
@@ -399,7 +416,7 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
         except Exception as error:  # of the compiler: the others are still measured
             refused["compiled"] = f"{type(error).__name__}: {error}"
     samples = alternate(calls, budget=budget, clock=issue)
-    graph = device.ready([calls["eager"]], laps=100)
+    graph = device.prepare([calls["eager"]], repeats=100)
     replayed = alternate({"graph": graph}, budget=budget, clock=device.clock).per({"graph": 100})
     found = {name: samples.time(name) for name in calls}
     return {**found, "in a graph" if device.torch.type == "cuda" else "in turn": replayed.time("graph"), **refused}

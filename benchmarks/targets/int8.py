@@ -11,8 +11,8 @@ from torch import nn
 from blocksparse import patterns
 from blocksparse.ops.int8_linear import int8_linear, quantized, reference
 from blocksparse.ops.linear import linear
-from blocksparse_lab.bench.case import relative_error, within
-from targets.rows import Rows, race, times, timing
+from blocksparse_lab.bench.case import check_errors, relative_error
+from targets.rows import RowIterator, format_ratio, race, timing_options
 
 HIDDEN, TOKENS, DENSITIES = 4096, (1, 64, 1024), (0.25, 0.1)
 MIN_RATIO = {0.25: 3.0, 0.1: None}  # times as fast as dense, in 8 bits both
@@ -20,7 +20,7 @@ OURS, DENSE, FLOAT32 = "ours", "dense int8", "our float32"
 
 
 @torch.no_grad()
-def rows(budget: float, quick: bool = False) -> Rows:
+def rows(budget: float, quick: bool = False) -> RowIterator:
     """A row for each density and number of tokens.
 
     >>> next(rows(0.1, quick=True)).work
@@ -45,11 +45,11 @@ def rows(budget: float, quick: bool = False) -> Rows:
             }
             some = slice(0, 16)
             error = relative_error(calls[OURS]()[some], reference.int8_linear(x[some], *rounded, None, layout, None))
-            within(1e-6, {"y": error}, layout, "the definition of the int8 product")
+            check_errors(1e-6, {"y": error}, layout, "the definition of the int8 product")
             rounding = relative_error(calls[OURS](), calls[FLOAT32]())
-            found = race(calls, **timing(budget, quick))
+            found = race(calls, **timing_options(budget, quick))
             rate = 2 * tokens * density * hidden**2 / found.samples.time(OURS).median / 1e9
-            float32 = times(found.samples.ratio(FLOAT32, OURS))
+            float32 = format_ratio(found.samples.ratio(FLOAT32, OURS))
             yield found.row(
                 f"int8 forward, hidden {hidden}, {tokens} tokens, density {density:g}",
                 DENSE,

@@ -24,7 +24,7 @@ from blocksparse.measure import Call, geometric_mean, host_clock
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.linear import LinearBench, LinearCase
 from blocksparse_lab.bench.linear_specs import LinearSpec
-from targets.rows import Race, Row, Rows, not_measured, timing
+from targets.rows import Race, Row, RowIterator, timing_options, unmeasured_row
 
 VARIABLE = "BLOCKSPARSE_LIBXSMM"
 BUILT = Path(__file__).parents[2] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
@@ -39,17 +39,17 @@ TRIES = 5
 
 
 @torch.no_grad()
-def rows(budget: float, quick: bool = False) -> Rows:
+def rows(budget: float, quick: bool = False) -> RowIterator:
     """A row for each form, dtype, shape and block size, and the means; or one that says why there are none."""
     try:
         found = library()
     except BlockSparseError as error:
-        yield not_measured("libxsmm", f">= {MIN_ROWS:g}x {ROWS}", error)
+        yield unmeasured_row("libxsmm", f">= {MIN_ROWS:g}x {ROWS}", error)
         return
     for dtype in DTYPES:
         if not found.serves(dtype):
             no_kernel = f"libxsmm has no {dtype} kernel for {found.target}"
-            yield not_measured(f"{dtype} forward", f">= {MIN_ROWS:g}x {ROWS}", no_kernel)
+            yield unmeasured_row(f"{dtype} forward", f">= {MIN_ROWS:g}x {ROWS}", no_kernel)
             continue
         own: list[float] = []
         for (threads, hidden, tokens), block in product(SHAPES, BLOCKS):
@@ -57,14 +57,14 @@ def rows(budget: float, quick: bool = False) -> Rows:
             spec = LinearSpec(features, features, tokens, block, 0.1, dtype)
             on = f"{threads} thread{'s' * (threads > 1)}"
             work = f"{dtype} forward, hidden {features}, {tokens} tokens, {on}, blocks of {block}"
-            bench = LinearBench(**timing(budget, quick))
+            bench = LinearBench(**timing_options(budget, quick))
             case = bench.case(spec)
             with set_threads(threads):
                 errors = case.check(bench.seed)
                 try:
                     race, plans = measured(bench, case, threads)
                 except BlockSparseError as error:
-                    yield not_measured(work, f">= {MIN_ROWS:g}x {ROWS}", error)
+                    yield unmeasured_row(work, f">= {MIN_ROWS:g}x {ROWS}", error)
                     continue
             details = {**spec.as_dict(), "threads": threads, "errors": errors, "target": found.target, "libxsmm": plans}
             own.append(race.samples.ratio(OWN, OURS).median)
@@ -92,8 +92,8 @@ def measured(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, 
     """
     peers = {name: fastest(case, name, threads) for name in (OWN, ROWS)}
     for name, peer in peers.items():
-        if wrong := case.wrong(name, peer.result):
-            raise BlockSparseError(wrong)
+        if fault := case.find_fault(name, peer.result):
+            raise BlockSparseError(fault)
     samples = bench.alternate({OURS: case.call(OURS), **{name: peer.call for name, peer in peers.items()}})
     return Race(samples), {name: peer.how for name, peer in peers.items()}
 

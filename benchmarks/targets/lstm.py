@@ -17,11 +17,11 @@ from blocksparse.convert import to_dense
 from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, Spread
 from blocksparse.nn import LSTM
-from blocksparse_lab.bench.case import OURS, forward, relative_error, within
+from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
 from blocksparse_lab.bench.lstm import BOUNDS, LstmBench, LstmCase, LstmSpec, train_step
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, parameter_count
-from targets.memory import apart, status
-from targets.rows import Race, Row, Rows, judged, not_measured, race, timing
+from targets.memory import process_bytes, run_in_process
+from targets.rows import Race, Row, RowIterator, race, ratio_row, timing_options, unmeasured_row
 
 # A step at equal parameters takes at most this many times as long as that of the narrower dense net.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))
@@ -49,7 +49,7 @@ class LstmTarget:
 
     @property
     def work(self) -> str:
-        return f"a step, {described(self.spec)}, {self.peer}"
+        return f"a step, {describe(self.spec)}, {self.peer}"
 
 
 # On an H200, against cuDNN. The narrow net is the published one, with as many recurrent weights.
@@ -57,10 +57,10 @@ _gpu = replace(WIDEST, batch=128, seq=64, dtype="bfloat16", narrow=3168)
 GPU_REACH = (LstmTarget(_gpu, "torch", 0.8), LstmTarget(_gpu, "torch-wide", 10.0))
 
 
-def rows(budget: float = 8.0, quick: bool = False) -> Rows:
+def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     """Measures all targets, one after the other; `quick` uses small sizes, to see that it runs."""
     # A dense step of these widths takes seconds.
-    bench, longer = LstmBench(**timing(budget, quick)), LstmBench(**timing(4 * budget, quick))
+    bench, longer = LstmBench(**timing_options(budget, quick)), LstmBench(**timing_options(4 * budget, quick))
     equal = sized(EQUAL, 4 if quick else 1)
     yield equal_row(bench, equal, EQUAL_TIME)
     for changes in ({"m": 4}, {"m": 2}, {"cell": "mlstm"}, {"cell": "smallworld"}):
@@ -84,7 +84,7 @@ def sized(spec: LstmSpec, shrink: int) -> LstmSpec:
     return replace(spec, config=config, batch=4, seq=3, narrow=spec.narrow and spec.narrow // shrink)
 
 
-def described(spec: LstmSpec) -> str:
+def describe(spec: LstmSpec) -> str:
     c = spec.config
     return f"{c.cell} language model, width {c.width}, Barabasi-Albert m = {c.m}, block {c.block_size}"
 
@@ -93,12 +93,12 @@ def equal_row(bench: LstmBench, spec: LstmSpec, target: float | None) -> Row:
     """The time of a training step, as a multiple of that of a dense net with as many parameters."""
     result = bench.run(spec, ["dense"])
     slower, facts = result.samples.ratio(OURS, "dense"), result.facts
-    work = f"a step, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
+    work = f"a step, {describe(spec)}, batch {spec.batch}, seq {spec.seq}"
     more = f" of width {facts['widths']['dense']}, {facts['parameters'][OURS] / 1e6:.3g} M parameters, "
     more += f"{result.tokens_per_second() / 1e3:.3g} kB/s"
     goal = f"<= {target:g}x dense of equal parameters" if target else None
     details = {**result.as_dict(), "ratio": vars(slower)}
-    return judged(work, slower, "dense", most=target, target=goal, more=more, details=details)
+    return ratio_row(work, slower, "dense", most=target, target=goal, more=more, details=details)
 
 
 # -- single layers ---------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     return found.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
 
 
-def few_rows(bench: LstmBench, width: int) -> Rows:
+def few_rows(bench: LstmBench, width: int) -> RowIterator:
     """Inference of one layer, with as many inputs as units, against torch.nn.LSTM of as many parameters."""
     torch.manual_seed(bench.seed)
     ours = LSTM(width, width, density=FEW_DENSITY)
@@ -159,7 +159,7 @@ def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[st
     theirs = torchs(ours)
     errors = [relative_error(*pair) for pair in zip(_results(ours, x, grad), _results(theirs, x, grad), strict=True)]
     differences = {"y": errors[0], "grad_x": errors[1]}
-    within(BOUNDS["float32"], differences, ours, "torch.nn.LSTM")
+    check_errors(BOUNDS["float32"], differences, ours, "torch.nn.LSTM")
     calls = {name: _call(of, x, grad, spec.pass_) for name, of in ((OURS, ours), ("torch", theirs))}
     sizes = {"inputs": ours.input_size, "width": ours.hidden_size, "batch": spec.batch, "seq": spec.seq}
     facts = {**sizes, "dtype": "float32", "pass": spec.pass_, "differences": differences}
@@ -201,12 +201,12 @@ def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
 
 def memory_row(spec: LstmSpec) -> Row:
     """The peak memory of a process that trains the net, all of it: Python and PyTorch, too."""
-    work = f"training, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
+    work = f"training, {describe(spec)}, batch {spec.batch}, seq {spec.seq}"
     goal = f"a process below {MEMORY >> 30} GiB"
     try:
-        found = apart(peak, vars(spec.config), spec.batch, spec.seq)
+        found = run_in_process(peak, vars(spec.config), spec.batch, spec.seq)
     except BlockSparseError as error:
-        return not_measured(work, goal, error)
+        return unmeasured_row(work, goal, error)
     step = Spread.of(found["seconds"])
     rate = spec.tokens / step.median
     measured = f"{found['peak'] / 2**30:.2f} GiB, {found['parameters'] / 1e6:.3g} M parameters, {rate:.0f} bytes/s"
@@ -228,4 +228,4 @@ def peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[s
         losses.append(float(step()))  # type: ignore[arg-type]
         seconds.append(perf_counter() - start)
     parameters = parameter_count(spec.config)
-    return {"peak": status("VmHWM"), "parameters": parameters, "seconds": seconds[1:], "losses": losses}
+    return {"peak": process_bytes("VmHWM"), "parameters": parameters, "seconds": seconds[1:], "losses": losses}

@@ -19,7 +19,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.ops.linear import linear
 
 
-def status(name: str) -> int:
+def process_bytes(name: str) -> int:
     """Bytes of this process, from /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -27,12 +27,12 @@ def status(name: str) -> int:
     raise BlockSparseError.expected("/proc/self/status", f"a line {name}", "none")
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Sets the high-water mark back to what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function in a process of its own; arguments and result go through JSON.
 
     Raises:
@@ -55,7 +55,7 @@ def train_step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> 
     torch.autograd.grad(linear(x, values, layout), (x, values), grad)
 
 
-def measured_step(
+def measure_step_memory(
     layout: BlockLayout, tokens: int, before: Callable[[], int], after: Callable[[], int], **kind: Any
 ) -> dict[str, int]:
     """What the peak of a forward and backward adds to what is there before; its plans and indices are counted.
@@ -77,12 +77,12 @@ def measured_step(
     }
 
 
-def linear_peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
+def measure_linear_memory(hidden: int, tokens: int, density: float) -> dict[str, int]:
     """The memory of a forward and backward on the CPU; in a process of its own."""
 
     def before() -> int:
-        forget_peak()
-        return status("VmRSS")
+        reset_peak()
+        return process_bytes("VmRSS")
 
     layout = patterns.random((hidden, hidden), 32, density=density, seed=0)
-    return measured_step(layout, tokens, before, lambda: status("VmHWM"))
+    return measure_step_memory(layout, tokens, before, lambda: process_bytes("VmHWM"))

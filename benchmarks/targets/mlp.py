@@ -29,10 +29,10 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import import_scipy_sparse
 from blocksparse.measure import Call, Samples
 from blocksparse.sparsity import SET, SGD
-from blocksparse_lab.bench.case import OURS, within
+from blocksparse_lab.bench.case import OURS, check_errors
 from blocksparse_lab.bench.report import duration
 from blocksparse_lab.models.mlp import SparseMLP
-from targets.rows import Race, Row, Rows, race, timing
+from targets.rows import Race, Row, RowIterator, race, timing_options
 
 PEERS = ("dense", "scipy", "blas")
 # Relative L2 difference of loss and gradients between any two of them, at most.
@@ -74,7 +74,7 @@ class MlpSpec:
         return self.rows // self.batch
 
 
-def rows(budget: float = 8.0, quick: bool = False) -> Rows:
+def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     """Times an epoch against dense and scipy, with PyTorch's number of threads and with one; `quick` uses small sizes.
 
     Raises:
@@ -88,7 +88,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> Rows:
         torch.set_num_threads(threads)
         try:
             with _one_blas_thread():
-                samples, details = measured(problem, **timing(budget, quick))
+                samples, details = measured(problem, **timing_options(budget, quick))
         finally:
             torch.set_num_threads(before)
         details |= {"threads": threads, "differences": differences}
@@ -137,7 +137,7 @@ def _repeated(step: Call) -> None:
 def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any], has_target: bool) -> Row:
     """The speed-up of our epoch over a peer's."""
     threads = details["threads"]
-    work = f"an epoch, {described(spec)}, {threads} thread{'s' * (threads != 1)}"
+    work = f"an epoch, {describe(spec)}, {threads} thread{'s' * (threads != 1)}"
     wgrads = ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
     said = {
         "dense": f"dense torch.nn, SGD {details['dense_sgd']}",
@@ -151,9 +151,9 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
     return Race(epochs).row(work, peer, OURS, said, least=least, target=target or "-", more=more, details=details)
 
 
-def described(spec: MlpSpec) -> str:
+def describe(spec: MlpSpec) -> str:
     """
-    >>> described(MlpSpec())
+    >>> describe(MlpSpec())
     'MLP 784-1000-1000-1000-10, epsilon 20, 60,000 rows, batch 128, SET'
     """
     sizes = "-".join(map(str, spec.sizes))
@@ -231,7 +231,7 @@ class MlpProblem:
         worst = {}
         for peer, results in found.items():
             off = {f"{name} of {peer}": _difference(results[name], reference) for name, reference in expected.items()}
-            within(BOUND, off, self.spec, "ours")
+            check_errors(BOUND, off, self.spec, "ours")
             worst[peer] = max(off.values())
         return worst
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse_lab.bench.case import OURS, relative_error, within
-from targets.rows import Rows, at_least, not_measured, race, timing
+from blocksparse_lab.bench.case import OURS, check_errors, relative_error
+from targets.rows import RowIterator, format_minimum, race, timing_options, unmeasured_row
 
 # Relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -86,13 +86,13 @@ REACH = (
 )
 
 
-def rows(budget: float, quick: bool = False) -> Rows:
+def rows(budget: float, quick: bool = False) -> RowIterator:
     """Measures all targets; `quick` builds one layer and times little, to see that it runs."""
     for target in REACH:
         dtype = str(target.dtype).removeprefix("torch.")
         work = f"{dtype} inference, {target.work}, density {target.density:g}" + (", forced" if target.force else "")
         if target.needs and find_spec(target.needs) is None:
-            yield not_measured(work, at_least(target.least, "dense"), f"{target.needs} is not installed")
+            yield unmeasured_row(work, format_minimum(target.least, "dense"), f"{target.needs} is not installed")
             continue
         torch.manual_seed(0)
         model, inputs = target.make(1 if quick else target.layers, target.dtype)
@@ -100,9 +100,9 @@ def rows(budget: float, quick: bool = False) -> Rows:
             model = model.eval()
             sparse = _sparsified(target, model, inputs)
             error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
-            within(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
+            check_errors(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
             calls = {"dense": partial(model, *inputs), OURS: partial(sparse, *inputs)}
-            found = race(calls, **timing(budget, quick))
+            found = race(calls, **timing_options(budget, quick))
         count = sum(isinstance(module, BlockSparseModule) for module in sparse.modules())
         more = f", {count} weights block-sparse"
         yield found.row(work, "dense", OURS, "dense", least=target.least, more=more, details={"error": error})

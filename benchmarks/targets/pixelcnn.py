@@ -16,7 +16,7 @@ from blocksparse.measure import Call
 from blocksparse_lab.bench.report import duration
 from blocksparse_lab.models import logistic_mixture
 from blocksparse_lab.models.pixelcnn import PixelCNN
-from targets.rows import Rows, race, timing
+from targets.rows import RowIterator, race, timing_options
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ SPECS = (
 )
 
 
-def rows(budget: float = 16.0, quick: bool = False) -> Rows:
+def rows(budget: float = 16.0, quick: bool = False) -> RowIterator:
     """Times a step of each spec as a multiple of a dense one; `quick` uses small sizes."""
     for spec in (PixelSpec(8, groups=2, depth=2, batch=2, size=8),) if quick else SPECS:
         how: dict[str, Any] = {"sparse": spec.groups, "block_size": spec.block_size, "depth": spec.depth}
         sizes = spec.filters, spec.resnets
         models = {"dense": PixelCNN(*sizes), "sparse": PixelCNN(*sizes, **how)}
         images = _images(spec)
-        found = race({name: _step(model, images) for name, model in models.items()}, **timing(budget, quick))
+        found = race({name: _step(model, images) for name, model in models.items()}, **timing_options(budget, quick))
         parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
         by = "PyTorch's grouped convolutions" if spec.block_size is None else f"ours in blocks of {spec.block_size}"
         work = (

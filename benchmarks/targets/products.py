@@ -19,15 +19,28 @@ from blocksparse_lab.bench.conv import ConvBench
 from blocksparse_lab.bench.conv_specs import ConvSpec
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
-from targets.memory import apart, linear_peak
-from targets.rows import MEMORY, Line, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
+from targets.memory import measure_linear_memory, run_in_process
+from targets.rows import (
+    MEMORY,
+    Line,
+    Race,
+    Row,
+    RowIterator,
+    format_minimum,
+    format_ratio,
+    memory_row,
+    race,
+    speedup_row,
+    timing_options,
+    unmeasured_row,
+)
 
 PASSES = ("forward", "dgrad", "wgrad")
 
 
-def linear_rows(budget: float, quick: bool = False) -> Rows:
+def linear_rows(budget: float, quick: bool = False) -> RowIterator:
     """All targets of the linear op; `quick` takes small shapes, to see that it runs."""
-    bench, shrink = LinearBench(**timing(budget, quick)), 16 if quick else 1
+    bench, shrink = LinearBench(**timing_options(budget, quick)), 16 if quick else 1
     yield from _targets(bench, shrink)
     yield from _small_blocks(bench, TRAINING.shrunk(shrink))
     yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
@@ -37,9 +50,9 @@ def linear_rows(budget: float, quick: bool = False) -> Rows:
     yield _memory(131072 // shrink, 64, 0.001)
 
 
-def conv_rows(budget: float, quick: bool = False) -> Rows:
+def conv_rows(budget: float, quick: bool = False) -> RowIterator:
     """All targets of the convolutions."""
-    bench, shrink = ConvBench(**timing(budget, quick)), 16 if quick else 1
+    bench, shrink = ConvBench(**timing_options(budget, quick)), 16 if quick else 1
     for target in conv_specs.REACH:
         for pass_ in PASSES:
             spec = replace(target.spec.shrunk(shrink), pass_=pass_)
@@ -53,18 +66,18 @@ def conv_rows(budget: float, quick: bool = False) -> Rows:
         yield line_row(bench, specs, conv_specs.LINE_INTERCEPT)
 
 
-def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dict[str, float | None]) -> Rows:
+def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dict[str, float | None]) -> RowIterator:
     """A row for each peer."""
     result = bench.run(spec, list(targets))
     for peer, least in targets.items():
         if peer in result.refused:
             refused = f"{peer} refused: {result.refused[peer]}"
-            yield Row(work, at_least(least, peer), refused, None, result.as_dict())
+            yield Row(work, format_minimum(least, peer), refused, None, result.as_dict())
         else:
-            yield against(work, result, peer, least, lambda: f", {result.gflops:.0f} GFLOP/s")
+            yield speedup_row(work, result, peer, least, lambda: f", {result.gflops:.0f} GFLOP/s")
 
 
-def _targets(bench: Bench, shrink: int) -> Rows:
+def _targets(bench: Bench, shrink: int) -> RowIterator:
     """The rows of speed-ups over peers. Where the CPU lacks what a target presumes, it is measured without one."""
     amx = cpu_core.isa() == "amx"
     lacking = "another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here"
@@ -76,16 +89,16 @@ def _targets(bench: Bench, shrink: int) -> Rows:
             title += f", density {spec.density:g}"
         if target.needs == "amx" and not amx:
             for peer, least in ratios.items():
-                yield not_measured(f"{title}, AMX", at_least(least, peer), lacking)
+                yield unmeasured_row(f"{title}, AMX", format_minimum(least, peer), lacking)
             title, ratios = f"{title}, {cpu_core.isa()}", {"dense": None}
         yield from _speedups(bench, title, spec, ratios)
 
 
-def _small_blocks(bench: Bench, shape: LinearSpec) -> Rows:
+def _small_blocks(bench: Bench, shape: LinearSpec) -> RowIterator:
     """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
     for pass_ in PASSES:
         specs = {f"{block}": replace(shape, block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
-        samples = bench.alternate({name: bench.checked(spec).call(OURS) for name, spec in specs.items()})
+        samples = bench.alternate({name: bench.checked_case(spec).call(OURS) for name, spec in specs.items()})
         for block, least in SMALL_BLOCKS.items():
             part = samples.ratio("32", f"{block}")
             yield Row(
@@ -99,7 +112,7 @@ def _small_blocks(bench: Bench, shape: LinearSpec) -> Rows:
 
 def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
     """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
-    cases = [bench.checked(spec) for spec in specs]
+    cases = [bench.checked_case(spec) for spec in specs]
     calls = {"dense": cases[0].call("dense")} | {f"{case.layout.nnz}": case.call(OURS) for case in cases}
     samples = race(calls, bench.rounds, 2 * bench.budget).samples
     nnz = [case.layout.nnz for case in cases]
@@ -123,7 +136,7 @@ GATED_MOST = 1.1  # times the compacted layout with its gates
 COMPACTED, GATED_COMPACTED, GATED, FULL = "compacted", "compacted, gated", "gated", "full"
 
 
-def gate_rows(bench: LinearBench, shrink: int = 1) -> Rows:
+def gate_rows(bench: LinearBench, shrink: int = 1) -> RowIterator:
     """A row for each shape and each part of gates that is 0.
 
     >>> next(gate_rows(LinearBench(rounds=3, budget=0.1), shrink=16)).work
@@ -158,7 +171,7 @@ def gate_rows(bench: LinearBench, shrink: int = 1) -> Rows:
                 GATED_COMPACTED,
                 "the compacted layout with its gates",
                 most=GATED_MOST,
-                more=f"; {times(compacted)} without gates; all blocks without gates {times(full)}",
+                more=f"; {format_ratio(compacted)} without gates; all blocks without gates {format_ratio(full)}",
                 details={"ratio": {GATED_COMPACTED: vars(gated), COMPACTED: vars(compacted)}},
             )
 
@@ -168,7 +181,7 @@ SMALL_MODULES = (256, 512)
 
 
 @torch.no_grad()
-def module_rows(budget: float, quick: bool = False) -> Rows:
+def module_rows(budget: float, quick: bool = False) -> RowIterator:
     """A row for a call of each small module on one token.
 
     >>> next(module_rows(0.1, quick=True)).work
@@ -180,7 +193,7 @@ def module_rows(budget: float, quick: bool = False) -> Rows:
             nn.Linear(features, features),
             torch.randn(1, features),
         )
-        found = race({OURS: partial(ours, x), "torch.nn.Linear": partial(dense, x)}, **timing(budget, quick))
+        found = race({OURS: partial(ours, x), "torch.nn.Linear": partial(dense, x)}, **timing_options(budget, quick))
         yield found.row(
             f"a call of nn.Linear, {features} features, 1 token, density 0.1",
             "torch.nn.Linear",
@@ -194,6 +207,6 @@ def module_rows(budget: float, quick: bool = False) -> Rows:
 def _memory(hidden: int, tokens: int, density: float) -> Row:
     work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
     try:
-        return memory_row(work, apart(linear_peak, hidden, tokens, density), dense=4 * hidden**2)
+        return memory_row(work, run_in_process(measure_linear_memory, hidden, tokens, density), dense=4 * hidden**2)
     except BlockSparseError as error:
-        return not_measured(work, MEMORY, error)
+        return unmeasured_row(work, MEMORY, error)

@@ -20,7 +20,7 @@ from blocksparse_lab.bench.report import ratio, short
 from blocksparse_lab.machine import where
 
 # What a row says that was not begun.
-LATE = "not measured: out of time"
+OUT_OF_TIME = "not measured: out of time"
 HEAD = ("work", "target", "measured", "met")
 
 
@@ -43,10 +43,10 @@ class Row:
         return "-" if self.met is None else "yes" if self.met else "NO"
 
 
-Rows = Iterator[Row]
+RowIterator = Iterator[Row]
 
 
-def judged(
+def ratio_row(
     work: str,
     ratio: Spread,
     over: str,
@@ -61,39 +61,39 @@ def judged(
 
     `target` is its text, where those words do not say it; `more` follows the ratio, and `details` are for JSON.
 
-    >>> judged("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)
+    >>> ratio_row("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)
     Row(work='a step', target='>= 2x dense', measured='1.50x (1.40-1.60) dense', met=False, details={})
     """
     met: bool | None = None
     if least is not None:
-        met, said = bool(ratio.median >= least), at_least(least, over)
+        met, said = bool(ratio.median >= least), format_minimum(least, over)
     elif most is not None:
         met, said = bool(ratio.median <= most), f"<= {most:.3g}x {over}"
     else:
         said = "-"
-    return Row(work, target or said, f"{times(ratio)} {over}{more}", met, dict(details or {}))
+    return Row(work, target or said, f"{format_ratio(ratio)} {over}{more}", met, dict(details or {}))
 
 
-def at_least(least: float | None, over: str) -> str:
+def format_minimum(least: float | None, over: str) -> str:
     return "-" if least is None else f">= {least:.3g}x {over}"
 
 
-def not_measured(work: str, target: str, reason: object, details: Mapping[str, Any] | None = None) -> Row:
+def unmeasured_row(work: str, target: str, reason: object, details: Mapping[str, Any] | None = None) -> Row:
     """A row for work that could not be measured; with the details of what was.
 
-    >>> not_measured("forward", ">= 1.1x stk", "STK is not installed").measured
+    >>> unmeasured_row("forward", ">= 1.1x stk", "STK is not installed").measured
     'not measured: STK is not installed'
     """
     return Row(work, target, f"not measured: {' '.join(str(reason).split())}", None, dict(details or {}))
 
 
-def without_peer(work: str, target: str, result: CaseResult, peer: str, details: Mapping[str, Any]) -> Row:
+def refused_row(work: str, target: str, result: CaseResult, peer: str, details: Mapping[str, Any]) -> Row:
     """The row of a comparison whose peer has refused: our time is there."""
     reason = f"{peer}: {result.refused[peer]}; ours takes {1e6 * result.time().median:.4g} us"
-    return not_measured(work, target, reason, details)
+    return unmeasured_row(work, target, reason, details)
 
 
-def against(
+def speedup_row(
     work: str,
     result: CaseResult,
     peer: str,
@@ -104,8 +104,8 @@ def against(
     """The row of a speed-up over a peer, which may have refused; its details are the result's unless given."""
     found = result.as_dict() if details is None else details
     if peer in result.refused:
-        return without_peer(work, at_least(least, peer), result, peer, found)
-    return judged(work, result.speedup(peer), peer, least=least, more=more(), details=found)
+        return refused_row(work, format_minimum(least, peer), result, peer, found)
+    return ratio_row(work, result.speedup(peer), peer, least=least, more=more(), details=found)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Race:
     ) -> Row:
         """The row of the time of `over` as a multiple of that of `base`; `said` is what the text calls the peer."""
         ratio = self.samples.ratio(over, base)
-        return judged(work, ratio, said, details={**self.details, "ratio": vars(ratio), **(details or {})}, **goal)
+        return ratio_row(work, ratio, said, details={**self.details, "ratio": vars(ratio), **(details or {})}, **goal)
 
 
 def race(
@@ -133,7 +133,7 @@ def race(
     return Race(alternate(calls, rounds=rounds, budget=budget, clock=clock))
 
 
-def timing(budget: float, quick: bool) -> dict[str, Any]:
+def timing_options(budget: float, quick: bool) -> dict[str, Any]:
     """The rounds and seconds of a row; of `quick` ones, which only show that they run."""
     return {"rounds": 3, "budget": min(budget, 0.02)} if quick else {"rounds": ROUNDS, "budget": budget}
 
@@ -176,12 +176,12 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
     """
     rest = facts["peak"] - facts["gradient"] - facts["activations"]
     limit = facts["activations"] + 128 * facts["nnz"] + 2**24
-    parts = " + ".join(map(mib, (facts["gradient"], facts["activations"], rest)))
+    parts = " + ".join(map(format_mib, (facts["gradient"], facts["activations"], rest)))
     details = {**facts, "rest": rest, "dense": dense}
-    return Row(work, MEMORY, f"{parts} MiB; a dense weight is {mib(dense)} MiB", rest <= limit, details)
+    return Row(work, MEMORY, f"{parts} MiB; a dense weight is {format_mib(dense)} MiB", rest <= limit, details)
 
 
-def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Row]:
+def read_earlier_rows(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Row]:
     """The rows in a file of this commit, machine and settings, without those that failed or came too late.
 
     None where the commit is not known, or files differ from it; raises where `write` did not write the file.
@@ -194,7 +194,7 @@ def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str,
     same = same and (before.get("gpu") or {}).get("name") == (facts["gpu"] or {}).get("name")
     if not same or found.get("settings") != settings:
         return []
-    return [row for row in rows if not row.measured.startswith(("FAILED", LATE))]
+    return [row for row in rows if not row.measured.startswith(("FAILED", OUT_OF_TIME))]
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -228,14 +228,14 @@ def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], 
     report.write(path, content, lines, caption)
 
 
-def times(speedup: Spread) -> str:
+def format_ratio(speedup: Spread) -> str:
     """A ratio for a sentence.
 
-    >>> times(Spread(12.34, 11.9, 13.0, 21))
+    >>> format_ratio(Spread(12.34, 11.9, 13.0, 21))
     '12.3x (11.9-13.0)'
     """
     return ratio(speedup).replace(" ", "x ", 1)
 
 
-def mib(size: float) -> str:
+def format_mib(size: float) -> str:
     return short(size / 2**20) if size >= 2**20 / 100 else "0"

@@ -22,7 +22,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.nn import GatedMLP, attention
 from blocksparse.ops.linear import linear
-from blocksparse_lab.bench.case import OURS, Bench, Case, forward, relative_error, within
+from blocksparse_lab.bench.case import OURS, Bench, Case, check_errors, forward, relative_error
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class PartCase(Case):
 
     def check(self, seed: int) -> dict[str, float]:
         errors = {"y": relative_error(self.call(OURS)(), self.exact())}  # type: ignore[arg-type]
-        within(self.bound, errors, self.spec)
+        check_errors(self.bound, errors, self.spec)
         return errors
 
-    def wrong(self, name: str, call: Call) -> str | None:
+    def find_fault(self, name: str, call: Call) -> str | None:
         if name == "dense":
             return None
         error = relative_error(call(), self.exact())  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class MlpCase(PartCase):
             self.copies.append(mlp)
         return self.copies[copy]
 
-    def size(self, name: str) -> int:
+    def weight_bytes(self, name: str) -> int:
         weights = 3 * self.spec.hidden * self.spec.features * self.spec.torch_dtype.itemsize
         return weights if name == "dense" else round(weights * self.spec.density)
 

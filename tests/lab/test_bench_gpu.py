@@ -18,7 +18,7 @@ from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse_lab import machine
 from blocksparse_lab.bench import peers
 from blocksparse_lab.bench.case import OURS
-from blocksparse_lab.bench.device import Host, Rotation, device_of
+from blocksparse_lab.bench.device import Host, Rotation, get_device
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
 from blocksparse_lab.bench.linear_specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
 from blocksparse_lab.cli import app
@@ -199,7 +199,7 @@ def test_copies_take_turns_and_differ():
     results = [problem.call(OURS, copy)() for copy in range(3)]
     assert not any(torch.equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     assert all((problem.copy_of_values(copy) != 0).all() for copy in range(3))
-    rotation = Rotation([lambda copy=copy: copy for copy in range(3)], laps=2)
+    rotation = Rotation([lambda copy=copy: copy for copy in range(3)], repeats=2)
     rotation()
     assert len(rotation.calls) == 6
     assert rotation.result == 2
@@ -208,7 +208,7 @@ def test_copies_take_turns_and_differ():
 def test_seconds_are_per_product():
     counts = {}
     bench = LinearBench(device=Host(copies=3))
-    bench.ready(bench.case(SPEC), OURS, counts)
+    bench.prepare(bench.case(SPEC), OURS, counts)
     assert counts == {OURS: 33}  # eleven laps: few tokens are timed in 32 products or more
     assert Samples({"a": [6.0, math.nan]}, {}).per({"a": 3}).time("a") == Spread(2.0, 2.0, 2.0, 1)
     result = LinearBench(("dense",), rounds=3, budget=0.05, device=Host(copies=3)).run(SPEC)
@@ -230,7 +230,7 @@ def test_a_replay_with_other_bits_stops_the_run(monkeypatch):
     monkeypatch.setattr(LinearCase, "call", drifting)
     bench = LinearBench(device=Host(copies=2))
     with pytest.raises(bs.BlockSparseError, match=r"a replay of .* expected the bits of the call, got others"):
-        bench.ready(bench.case(SPEC), OURS, {})
+        bench.prepare(bench.case(SPEC), OURS, {})
 
 
 def test_a_failing_or_wrong_peer_is_recorded_and_the_others_are_timed(monkeypatch):
@@ -265,7 +265,7 @@ def test_a_job_that_fails_is_a_row():
 @NO_GPU
 def test_without_a_gpu_it_says_so(script):
     with pytest.raises(bs.BlockSparseError, match="device: expected a GPU that PyTorch sees, got none"):
-        device_of("cuda")
+        get_device("cuda")
     assert script() == script("--check") == (1, "", "error: device: expected a GPU that PyTorch sees, got none\n")
     done = CliRunner().invoke(app, ["bench", "linear", "--device", "cuda"])
     assert done.exit_code == 1
@@ -302,7 +302,7 @@ def test_the_program_runs_from_end_to_end(tmp_path, backend, script, monkeypatch
     assert script("--quick", "--device", "cpu", "--out", tmp_path)[0] == 0
     (path,) = tmp_path.glob("linear-*.json")
     content = json.loads(path.read_text())
-    jobs = gpu.GpuReach(None).jobs()
+    jobs = gpu.GpuTargets(None).jobs()
     assert len(content["rows"]) == len(jobs) + 1  # STK has a row of its own
     assert not any(row["measured"].startswith("FAILED") for row in content["rows"])
     assert content["machine"]["commit"] == "0123456789abcdef"
@@ -324,9 +324,9 @@ def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path, script):
 def test_late_rows_that_are_known_stay():
     known, late = gpu.Job("known", "-", pytest.fail), gpu.Job("late", "-", pytest.fail)
     row = rows.Row("known, block 32", "-", "2x", True)
-    reach = gpu.GpuReach(None, known=[row])
+    reach = gpu.GpuTargets(None, known=[row])
     program = bench_parts.load("gpu")
-    assert list(program.measured(reach, [known, late], -1)) == [[row], [rows.Row("late", "-", rows.LATE, None)]]
+    assert list(program.measured(reach, [known, late], -1)) == [[row], [rows.Row("late", "-", rows.OUT_OF_TIME, None)]]
 
 
 def test_errors_with_brackets_are_shown_as_they_are():
@@ -361,7 +361,7 @@ def test_files_of_another_program_are_refused(tmp_path, change):
 
 
 def test_what_it_cannot_do_it_says_before_it_measures(tmp_path, script, monkeypatch):
-    monkeypatch.setattr(gpu.GpuReach, "jobs", lambda reach: pytest.fail("measures"))
+    monkeypatch.setattr(gpu.GpuTargets, "jobs", lambda reach: pytest.fail("measures"))
     there = tmp_path / "file"
     there.write_text("")
     for more, message in (

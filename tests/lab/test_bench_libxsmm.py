@@ -42,7 +42,7 @@ def test_its_products_are_ours(dtype, block, threads, how):
         for form in (libxsmm.OWN, libxsmm.ROWS):
             peer = libxsmm.Peer(libxsmm.library(), case, form, threads, how)
             assert peer.result().shape == (64, 128)
-            assert case.wrong(form, peer.result) is None
+            assert case.find_fault(form, peer.result) is None
 
 
 @needs_libxsmm

@@ -17,7 +17,7 @@ from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmCase, LstmS
 from blocksparse_lab.models.char_lm import CELLS, CharLMConfig
 from targets import lstm as lstm_targets
 from targets import memory
-from targets.gpu import GpuReach
+from targets.gpu import GpuTargets
 
 CONFIG = CharLMConfig(width=64, embedding=8, block_size=8, pattern="barabasi_albert", m=2, depth=2)
 SPEC = LstmSpec(CONFIG, batch=2, seq=3)
@@ -170,11 +170,11 @@ def test_a_training_that_dies_is_not_measured(monkeypatch):
 
 
 def test_jobs_for_a_gpu():
-    jobs = {job.work: job for job in GpuReach(None).jobs() if "language model" in job.work}
+    jobs = {job.work: job for job in GpuTargets(None).jobs() if "language model" in job.work}
     assert [job.target for job in jobs.values()] == [">= 0.8x torch", ">= 10x torch-wide"]
     assert all("width 18432, Barabasi-Albert m = 8" in work for work in jobs)
     assert {target.spec.narrow for target in lstm_targets.GPU_REACH} == {3168}
-    reach = GpuReach(LinearBench(rounds=1, budget=0.01), shrink=64)
+    reach = GpuTargets(LinearBench(rounds=1, budget=0.01), shrink=64)
     rows = [row for job in reach.jobs() if "language model" in job.work for row in job.run()]
     assert len(rows) == 2
     if not torch_runs("bfloat16"):

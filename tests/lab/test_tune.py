@@ -17,7 +17,7 @@ from blocksparse.ops.gpu.tiles import Tile, Work
 from blocksparse_lab.bench import tune
 from blocksparse_lab.bench.device import Host
 from blocksparse_lab.bench.linear_specs import LinearSpec
-from blocksparse_lab.bench.tune import Case, Tuner, neighbours, search, valid
+from blocksparse_lab.bench.tune import Case, Tuner, is_valid, neighbours, search
 from blocksparse_lab.cli import app
 from compile_kernels import GPUS
 
@@ -85,12 +85,12 @@ def test_neighbours_are_valid_and_distinct(kind, pass_):
             for tokens in (16, 64, 8192):
                 work = Work(pass_, dtype, block, tokens, 0.1)
                 rule = tiles.fit(tiles.rule(work, gpu), work, gpu)
-                assert valid(rule, work, gpu), (rule, work)
+                assert is_valid(rule, work, gpu), (rule, work)
                 around = neighbours(rule, work, gpu)
                 assert len(set(around)) == len(around) >= 3
                 assert rule not in around
                 for tile in around:
-                    assert valid(tile, work, gpu)
+                    assert is_valid(tile, work, gpu)
                     assert tiles.fit(tile, work, gpu) == tile
 
 
@@ -195,14 +195,14 @@ def test_tiles_that_fail_are_left_out(monkeypatch):
 
     timed = Timed(monkeypatch, cost)
     tuner = Tuner(timed.device)
-    ready = tuner._ready
+    ready = tuner._prepare
 
     def failing(problem, tile: Tile):
         if tile.block_k > 64:
             raise RuntimeError("out of\nresources")
         return ready(problem, tile)
 
-    monkeypatch.setattr(tuner, "_ready", failing)
+    monkeypatch.setattr(tuner, "_prepare", failing)
     monkeypatch.setattr(tiles, "rule", lambda work, gpu: Tile(32, 16, 32, 4, 3))
     (result,) = tuner.run([Case(TINY)], seconds=600)
     assert result.tile.block_k == 64

@@ -1,1 +1,1 @@
-"""Measuring: alternating timing, machine facts, correctness first, reports."""
+"""Benchmarks: cases, timing in alternation, peers and reports."""

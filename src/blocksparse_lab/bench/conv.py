@@ -1,9 +1,9 @@
-"""The 2-D convolutions against their peers: correct first, then timed in alternation.
+"""Compare the 2-D convolutions with their peers: check the results, then time all in alternation.
 
 The peers:
-    dense       PyTorch's dense convolution of the same pass (oneDNN on the CPU, cuDNN and its own search for the
-                fastest algorithm on a GPU), channels-last, all weights random.
-    grouped     of a block-diagonal layout, PyTorch's grouped convolution with the very same weights.
+    dense       PyTorch's dense convolution in the same pass, channels-last, with a random dense weight: oneDNN on the
+                CPU, cuDNN with its own search for the fastest algorithm on a GPU.
+    grouped     PyTorch's grouped convolution, for a block-diagonal layout, with the same weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from blocksparse.ops.conv import conv2d
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.gpu.tiles import tf32
 
-from .case import OURS, Bench, Case, relative_error, within
+from .case import OURS, Bench, Case, check_errors, relative_error
 from .conv_specs import ConvSpec
-from .linear import named_results
+from .linear import name_results
 
 PEERS = ("dense", "grouped")
 
 
 class ConvCase(Case):
-    """A convolution. Calls have no rotating copies: the images alone flush the caches."""
+    """A convolution; there are no rotating copies, since the images alone flush the caches."""
 
     peers = PEERS
     layout: BlockLayout
@@ -54,7 +54,7 @@ class ConvCase(Case):
         self.x = randn(spec.images, spec.size, spec.size, spec.in_channels).movedim(-1, 1)
         self.grad = randn(spec.images, spec.out_size, spec.out_size, spec.out_channels).movedim(-1, 1)
         self.values = randn(*self.layout.values_shape, *self.kernel)
-        if self.device.type == "cuda":  # memory as the kernels need it, as that of the peers is channels-last
+        if self.device.type == "cuda":  # in the memory format of our kernels, as the peers' weights are channels-last
             self.values = self.values.movedim((-2, -1), (1, 2)).contiguous().movedim((1, 2), (-2, -1))
         self.steps = [spec.stride] * 2, [spec.padding] * 2, [1, 1]
 
@@ -76,7 +76,7 @@ class ConvCase(Case):
             left, right, kernel = grad.movedim(1, -1), x.movedim(1, -1), self.kernel
             return lambda: conv_wgrad_op(left, right, indices, in_blocks, False, kernel, *steps)
         stride, padding, _ = steps
-        return self.through(lambda x, values: conv2d(x, values, layout, None, stride, padding), self.x, values)
+        return self.pass_call(lambda x, values: conv2d(x, values, layout, None, stride, padding), self.x, values)
 
     def _peer(self, name: str) -> Call:
         spec = self.spec
@@ -95,16 +95,18 @@ class ConvCase(Case):
         if self.spec.pass_ in ("dgrad", "wgrad"):
             mask = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
             return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, mask)
-        return self.through(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), self.x, weight)
+        return self.pass_call(
+            lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), self.x, weight
+        )
 
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """Against PyTorch's dense convolution in float64."""
+        """Compare with PyTorch's dense convolution in float64."""
         weight, x, grad = to_dense(self.values, self.layout).double(), self.x.double(), self.grad.double()
         stride, padding, _ = self.steps
         errors = {}
-        for name, found in named_results(self.spec.pass_, self.call(OURS)()).items():
+        for name, found in name_results(self.spec.pass_, self.call(OURS)()).items():
             if name == "y":
                 expected = F.conv2d(x, weight, None, stride, padding)
             else:
@@ -112,10 +114,10 @@ class ConvCase(Case):
                 expected = next(g for g in _backward(grad, x, weight, stride, padding, 1, mask) if g is not None)
             if name == "grad_values":
                 expected = from_dense(expected, self.layout)
-            elif self.spec.pass_ == "dgrad":  # of the op itself, whose channels come last
+            elif self.spec.pass_ == "dgrad":  # the op's channels come last
                 found = found.movedim(-1, 1)
             errors[name] = relative_error(found, expected)
-        within(self.bound, errors, self.spec)
+        check_errors(self.bound, errors, self.spec)
         return errors
 
 

@@ -1,4 +1,4 @@
-"""Named shapes of the convolutions for tests, benchmarks and tuning, and the ratios the project holds itself to."""
+"""Named shapes of convolutions for tests, benchmarks and tuning, with target speed-ups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ PATTERNS = ("random", "block-diagonal")
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One piece of work: the shape of a block-sparse 2-D convolution, and which of its passes.
+    """One pass of a block-sparse 2-D convolution.
 
-    `size` is the height and width of the input, `padding` as in torch. `pattern` is "random", of the given density, or
-    "block-diagonal", whose density follows. `pass_` is "forward", "dgrad", "wgrad" or "train" (all through autograd).
+    `size` is the height and width of the input; `padding` is as in torch. `pattern` is "random" with the given density,
+    or "block-diagonal", which sets the density. `pass_` is "forward", "dgrad", "wgrad" or "train" (all through
+    autograd).
 
     >>> ConvSpec(256, 256, size=28, images=16, density=0.25)
     ConvSpec(256x256 3x3, 16 images 28x28, block 32, density 0.25, float32 forward)
@@ -58,7 +59,7 @@ class ConvSpec:
                 )
 
     def shrunk(self, by: int) -> ConvSpec:
-        """The same with `by` times fewer images, and `by` times smaller ones, to see that something runs."""
+        """Return a smaller spec to try a program with: `by` times fewer and `by` times smaller images."""
         return replace(self, images=max(self.images // by, 1), size=max(self.size // by, self.kernel))
 
     @property
@@ -68,7 +69,7 @@ class ConvSpec:
 
     @property
     def products(self) -> int:
-        """How many products of the size of the forward one the pass takes."""
+        """The number of products of the size of the forward pass."""
         return 3 if self.pass_ == "train" else 1
 
     @property
@@ -77,11 +78,11 @@ class ConvSpec:
 
     @property
     def tokens(self) -> int:
-        """How often each block is multiplied: positions times taps, those in the padding included."""
+        """How often each block is multiplied: positions times taps, including those in the padding."""
         return self.images * self.out_size**2 * self.kernel**2
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as they go into a JSON file, where `pass_` is "pass"."""
+        """Return the fields for a JSON file, with `pass_` as "pass"."""
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def __repr__(self) -> str:
@@ -95,7 +96,7 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class ConvTarget:
-    """A spec and the least speed-up over a peer that is the goal, in each of the three passes."""
+    """A spec and the target speed-up over a peer in each of the three passes."""
 
     spec: ConvSpec
     peer: str
@@ -118,7 +119,7 @@ RESNET50 = {
     "resnet50-conv4-shortcut": ConvSpec(1024, 512, size=28, kernel=1, stride=2, padding=0),
 }
 # PixelCNN++ on CIFAR-10: 160 filters, concat_elu before each convolution, three resolutions. Its kernels are 2x3 and
-# 2x2; what is timed is the square one of the same reach.
+# 2x2; only the square ones are timed.
 PIXELCNN = {f"pixelcnn-{size}": ConvSpec(160, 320, size=size, kernel=2, padding=1) for size in (32, 16, 8)}
 LAYERS = {"reach": LAYER, **RESNET50, **PIXELCNN}
 
@@ -129,11 +130,11 @@ REACH = (
     ConvTarget(replace(LAYER, images=1, pattern="block-diagonal"), "grouped", 1.0),
 )
 
-# Time is linear in nnz in each pass, as in the linear op: the fixed part is at most this part of the dense time.
+# Time is linear in nnz in each pass; the intercept is at most this fraction of the dense time.
 LINE_DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 LINE_INTERCEPT = 0.05
 
-# On an H200, against cuDNN; each pass.
+# Targets on an H200 against cuDNN, for each pass.
 GPU_REACH = (
     ConvTarget(replace(LAYER, images=64, dtype="bfloat16"), "dense", 3.0),
     ConvTarget(replace(LAYER, images=64, dtype="bfloat16", pattern="block-diagonal"), "grouped", 1.0),

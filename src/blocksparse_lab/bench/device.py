@@ -1,4 +1,4 @@
-"""Devices to time on: their clocks, how work is prepared for them, and how much of it they need."""
+"""Devices to time on: clocks, preparation of calls, and the number of weight copies."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from blocksparse.ops.gpu import runtime as triton_runtime
 
 from ..training.cuda_graph import capturing
 
-# Replays shorter than this many calls would be timed with the gaps between the replays.
+# A graph has at least this many calls, so that gaps between replays do not count.
 MIN_CALLS = 32
 MAX_COPIES = 256
 
 
 class Device:
-    """Where work runs and is timed; this one is the CPU.
+    """The CPU as the place where calls run and are timed.
 
-    It has one copy of a weight by default: inputs and outputs flush its caches, and peers' as much.
+    There is one copy of a weight by default: inputs and outputs of ours and of the peers flush the caches.
     """
 
     def __init__(self, copies: int = 1):
@@ -32,28 +32,28 @@ class Device:
         self.clock: Callable[[Call, int], float] = host_clock
 
     def copies(self, size: int) -> int:
-        """The number of copies of a weight of `size` bytes that take turns, so that none is found in a cache."""
+        """Return how many weights of `size` bytes must take turns so that none is found in a cache."""
         return self._copies
 
-    def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
-        """One call that makes all these calls, `laps` times."""
-        return calls[0] if len(calls) * laps == 1 else Rotation(calls, laps)
+    def prepare(self, calls: Sequence[Call], repeats: int = 1) -> Call:
+        """Return one call that runs all these calls, `repeats` times."""
+        return calls[0] if len(calls) * repeats == 1 else Rotation(calls, repeats)
 
-    def settle(self) -> None:
-        """Brings the device to the speed that it keeps under load."""
+    def warm_up(self) -> None:
+        """Bring the device to the clock speed that it keeps under load."""
 
     def wait(self) -> None:
-        """Waits until the device has finished all its work."""
+        """Wait until the device has finished all its work."""
 
 
 Host = Device
 
 
 class Rotation:
-    """Calls in turn, as one call. `result` is what the last of them gave."""
+    """Calls that run in turn as one call; `result` is the last one's."""
 
-    def __init__(self, calls: Sequence[Call], laps: int = 1):
-        self.calls = list(calls) * laps
+    def __init__(self, calls: Sequence[Call], repeats: int = 1):
+        self.calls = list(calls) * repeats
         self.result: object = None
 
     def __call__(self) -> None:
@@ -62,7 +62,11 @@ class Rotation:
 
 
 class Cuda(Device):
-    """A GPU: CUDA graphs, timed by its own events; refused where PyTorch sees none, or one that we do not serve."""
+    """A GPU, timed with CUDA graphs and CUDA events.
+
+    Raises:
+        BlockSparseError: PyTorch sees no GPU, or our kernels do not support it.
+    """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -74,13 +78,13 @@ class Cuda(Device):
         self.cache = torch.cuda.get_device_properties(self.torch).L2_cache_size
 
     def copies(self, size: int) -> int:
-        """At least four, and twice the L2 cache together."""
+        """Return at least four, and so many that together they fill the L2 cache twice."""
         return min(MAX_COPIES, max(4, math.ceil(2 * self.cache / max(size, 1))))
 
-    def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
-        return Replay(calls, laps)
+    def prepare(self, calls: Sequence[Call], repeats: int = 1) -> Call:
+        return Replay(calls, repeats)
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         a = torch.randn(4096, 4096, device=self.torch, dtype=torch.bfloat16)
         out = torch.empty_like(a)
         torch.cuda.synchronize()
@@ -93,14 +97,14 @@ class Cuda(Device):
 
 
 class Replay(Rotation):
-    """Calls in turn, captured in one CUDA graph, so that the host's time per launch is not what is measured."""
+    """Calls in turn, captured in one CUDA graph, so that the host's launch times do not count."""
 
-    def __init__(self, calls: Sequence[Call], laps: int = 1):
-        super().__init__(calls, laps)
+    def __init__(self, calls: Sequence[Call], repeats: int = 1):
+        super().__init__(calls, repeats)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls:  # compiles and makes plans, which must not happen during capture
+            for call in calls:  # compile and plan before the capture
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -115,8 +119,12 @@ class Replay(Rotation):
 DEVICES: dict[str, Callable[[], Device]] = {"cpu": Host, "cuda": Cuda}
 
 
-def device_of(name: str | Device) -> Device:
-    """The device of this name; raises where it cannot be timed, or is not there."""
+def get_device(name: str | Device) -> Device:
+    """Return the device of this name.
+
+    Raises:
+        BlockSparseError: the device cannot be timed, or is not present.
+    """
     if not isinstance(name, str):
         return name
     if name not in DEVICES:
@@ -124,8 +132,8 @@ def device_of(name: str | Device) -> Device:
     return DEVICES[name]()
 
 
-def same_bits(found: Any, expected: Any) -> bool:
-    """Whether two results, tensors or tuples of them, are equal in every bit (NaN is equal to nothing)."""
+def have_same_bits(found: Any, expected: Any) -> bool:
+    """Return whether two results, tensors or tuples of tensors, are equal in every bit; NaN differs from everything."""
     if isinstance(found, Tensor):
         return torch.equal(found, expected)
-    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    return all(have_same_bits(a, b) for a, b in zip(found, expected, strict=True))

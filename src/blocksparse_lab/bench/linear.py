@@ -1,19 +1,19 @@
-"""The linear products against their peers: correct first, then timed in alternation.
+"""Compare the linear products with their peers: check the results, then time all in alternation.
 
 The peers:
-    dense       PyTorch's dense product of the same pass, with a weight that is random everywhere: MKL's in float32.
-    onednn      the forward one of oneDNN, its weight packed for this number of tokens beforehand: a CPU.
+    dense       PyTorch's dense product in the same pass, with a random dense weight: MKL's in float32.
+    onednn      oneDNN's forward product on a CPU, with the weight packed beforehand for this number of tokens.
     torch-bsr   `torch.nn.functional.linear(x, weight)` with a `torch.sparse_bsr` weight; on a GPU its forward pass is
                 the kernel behind it, tuned for the shape by PyTorch's own tuner.
     bsr-matmul  `(weight @ x.T).T` with the same weight.
-    csr-matmul  the same with a `torch.sparse_csr` one: cuSPARSE on a GPU, MKL on a CPU.
-    stk         `x @ weight.T` of the Sparse Toolkit: a GPU, blocks of 128.
+    csr-matmul  the same with a `torch.sparse_csr` weight: cuSPARSE on a GPU, MKL on a CPU.
+    stk         `x @ weight.T` of the Sparse Toolkit: on a GPU, with blocks of 128.
 
-Of those with a block-sparse weight, results are compared with float64 as ours are. They are tried through autograd for
-the passes beyond forward; what a peer refuses is recorded with its own words.
+Results of peers with a block-sparse weight are compared with float64 as ours are. Passes beyond forward run through
+autograd; if a peer refuses one, its own message is recorded.
 
-On a GPU, copies of the weights take turns so that none is found in a cache, and all of them are replayed from one CUDA
-graph per contender.
+On a GPU, copies of the weights take turns so that none is found in a cache. One CUDA graph per contender replays all of
+them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from blocksparse.ops.gpu.tiles import PASSES, Gpu, Work, bucket, gpu_of, tile_fo
 from blocksparse.ops.linear import linear
 from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 
-from . import peers as elsewhere
-from .case import OURS, Bench, Case, CaseResult, forward, relative_error, within
+from . import peers as products
+from .case import OURS, Bench, Case, CaseResult, check_errors, forward, relative_error
 from .linear_specs import LinearSpec
 
 __all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
 
 PEERS = ("dense", "onednn", "torch-bsr", "bsr-matmul", "csr-matmul", "stk")
 
-DENSE = ("dense", "onednn")  # with a weight of their own
+DENSE = ("dense", "onednn")  # peers with a weight of their own
 
-# The check forms at most this many numbers of a dense float64 weight (all of hidden 4096), and multiplies at most
-# this many tokens with them: beyond, it looks at a random part of the rows, columns or blocks, and of the tokens.
+# The check forms at most this many elements of a dense float64 weight (all of hidden 4096) and multiplies them with at
+# most this many tokens; of larger cases it samples rows, columns or blocks, and tokens.
 CHECKED_WEIGHT = 2**24
 CHECKED_TOKENS = 128
 
-# The results of a pass, in their order.
+# Names of the results of a pass, in order.
 RESULTS = {"forward": ["y"], "dgrad": ["grad_x"], "wgrad": ["grad_values"], "train": ["grad_x", "grad_values"]}
 
 
@@ -74,7 +74,7 @@ class _Inputs:
 
 
 class LinearCase(Case):
-    """A product. Calls come in copies: the same product with the next weight. All copies have one layout."""
+    """A linear product, with copies whose weights differ and whose layout is the same."""
 
     peers = PEERS
     rotates = True
@@ -98,20 +98,20 @@ class LinearCase(Case):
             self._values.append(self.inputs.randn(*self.layout.values_shape))
         return self._values[copy]
 
-    def size(self, name: str) -> int:
-        """The bytes of one copy of the weight of a contender."""
+    def weight_bytes(self, name: str) -> int:
+        """Return the bytes of one copy of a contender's weight."""
         blocks = self.layout.grid[0] * self.layout.grid[1] if name in DENSE else self.layout.nnz
         return blocks * self.spec.block**2 * self.spec.torch_dtype.itemsize
 
     def facts(self, names: Sequence[str] = ()) -> dict[str, Any]:
-        """How it was computed: on a GPU, our tiles and a tuned peer's parameters."""
+        """Return our tiles and a tuned peer's parameters on a GPU, and nothing on the CPU."""
         if self.x.device.type != "cuda":
             return {}
         peer = {} if self._tuned is None else {"torch_bsr": self._tuned}
         return {"tiles": self.tiles(gpu_of(self.x.device)), **peer}
 
     def tiles(self, gpu: Gpu) -> dict[str, dict[str, Any]]:
-        """Our tile on this GPU, by pass."""
+        """Return our tile on this GPU, by pass."""
         spec, tiles = self.spec, {}
         for pass_ in PASSES if spec.pass_ == "train" else (spec.pass_,):
             work = Work(pass_, spec.torch_dtype, self.layout.block_shape, bucket(spec.tokens), self.layout.density)
@@ -130,7 +130,7 @@ class LinearCase(Case):
             return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":
             return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
-        return self.through(lambda x, values: linear(x, values, layout), x, values)
+        return self.pass_call(lambda x, values: linear(x, values, layout), x, values)
 
     def _peer(self, name: str, copy: int) -> Call:
         if name == "dense":
@@ -143,53 +143,53 @@ class LinearCase(Case):
         if name == "stk":
             if not values.is_cuda:
                 raise NotImplementedError("STK needs a GPU")
-            product = elsewhere.stk(self.layout, values)
-            return self.through(lambda x, _: product(x), self.x, values)
+            product = products.stk(self.layout, values)
+            return self.pass_call(lambda x, _: product(x), self.x, values)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse ", UserWarning)
-            weight = elsewhere.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
+            weight = products.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
         if name == "torch-bsr" and values.is_cuda and infers:
             if self._tuned is None:
-                self._tuned = elsewhere.tuned(weight, self.x, self.tuning)
-            product = elsewhere.torch_bsr(weight, self._tuned)
-            return self.through(lambda x, _: product(x), self.x, weight)
+                self._tuned = products.tuned(weight, self.x, self.tuning)
+            product = products.torch_bsr(weight, self._tuned)
+            return self.pass_call(lambda x, _: product(x), self.x, weight)
         if name == "torch-bsr":
-            return self.through(F.linear, self.x, weight)
-        return self.through(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
+            return self.pass_call(F.linear, self.x, weight)
+        return self.pass_call(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
 
     def _dense(self, copy: int) -> Call:
         x, grad, weight = self.x, self.grad, self.inputs.weight(copy)
         if self.spec.pass_ == "dgrad":
             return lambda: grad @ weight
         if self.spec.pass_ == "wgrad":
-            # Into existing memory: a new result of this size costs its page faults every time.
+            # Write to existing memory: a new result of this size would cost its page faults in each call.
             result = torch.empty_like(weight)
             return lambda: torch.mm(grad.t(), x, out=result)
-        return self.through(F.linear, x, weight)
+        return self.pass_call(F.linear, x, weight)
 
     def _onednn(self, copy: int) -> Call:
         if self.spec.pass_ != "forward" or self.x.is_cuda:
             raise NotImplementedError("its packed weights are for inference on a CPU")
-        return forward(elsewhere.onednn(self.inputs.weight(copy), self.spec.tokens), self.x)
+        return forward(products.onednn(self.inputs.weight(copy), self.spec.tokens), self.x)
 
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """Against a dense float64 product of our own making."""
-        named = named_results(self.spec.pass_, self.call(OURS)())
+        """Compare with a dense float64 product made without our own conversions."""
+        named = name_results(self.spec.pass_, self.call(OURS)())
         if self.spec.pass_ == "train":
             with torch.no_grad():
                 named["y"] = linear(self.x, self.values, self.layout)
         rng = np.random.default_rng(seed)
         errors = {name: self._error(name, result, rng) for name, result in named.items()}
-        within(self.bound, errors, self.spec)
+        check_errors(self.bound, errors, self.spec)
         return errors
 
-    def wrong(self, name: str, call: Call) -> str | None:
-        """Of a peer with our weight: the bound is ten times ours."""
+    def find_fault(self, name: str, call: Call) -> str | None:
+        """Compare a peer's result with float64 if it has our weight; the bound is ten times ours."""
         rng = np.random.default_rng(0)
-        for what, found in named_results(self.spec.pass_, call()).items() if name not in DENSE else ():
-            if what == "grad_values":  # in the format of the peer
+        for what, found in name_results(self.spec.pass_, call()).items() if name not in DENSE else ():
+            if what == "grad_values":  # in a format of the peer's own
                 continue
             error = self._error(what, found, rng)
             if not error <= 10 * self.bound:
@@ -199,7 +199,8 @@ class LinearCase(Case):
     def _error(self, name: str, result: Tensor, rng: np.random.Generator) -> float:
         block = self.spec.block
         if name == "grad_values":
-            some = _some(rng, self.layout.nnz, CHECKED_WEIGHT // max(1, 2 * self.spec.tokens * block)).to(result.device)
+            limit = CHECKED_WEIGHT // max(1, 2 * self.spec.tokens * block)
+            some = _sample_indices(rng, self.layout.nnz, limit).to(result.device)
             rows, cols = (indices[some] for indices in block_coordinates(self.layout, some.device))
             left = self.grad.reshape(self.spec.tokens, -1, block)[:, rows].double()
             right = self.x.reshape(self.spec.tokens, -1, block)[:, cols].double()
@@ -208,18 +209,19 @@ class LinearCase(Case):
         if name == "grad_x":
             order = torch.from_numpy(layout.transpose_order).to(values.device)
             layout, values, x = layout.T, values[order].transpose(1, 2), self.grad
-        tokens = _some(rng, self.spec.tokens, CHECKED_TOKENS).to(result.device)
-        rows = _some(rng, layout.grid[0], max(1, CHECKED_WEIGHT // (block * layout.shape[1]))).to(result.device)
+        tokens = _sample_indices(rng, self.spec.tokens, CHECKED_TOKENS).to(result.device)
+        limit = max(1, CHECKED_WEIGHT // (block * layout.shape[1]))
+        rows = _sample_indices(rng, layout.grid[0], limit).to(result.device)
         weight = _dense_rows(layout, values, rows)
         found = result[tokens].reshape(len(tokens), -1, block)[:, rows].flatten(1)
         return relative_error(found, x[tokens].double() @ weight.t())
 
 
 class LinearBench(Bench):
-    """Measures products.
+    """Measures linear products.
 
-    The inputs and the dense weight of a shape are drawn once for all its specs in a row: at hidden 12288 drawing
-    them takes longer than timing them.
+    Specs in a row that have the same shape share inputs and dense weights: at hidden 12288, drawing them takes longer
+    than timing.
 
     >>> result = LinearBench(rounds=3, budget=0.1).run(LinearSpec(64, 64, tokens=8, block=16, density=0.5))
     >>> result.peers, result.nnz
@@ -232,18 +234,20 @@ class LinearBench(Bench):
     def case(self, spec: LinearSpec) -> LinearCase:
         key = (spec.out_features, spec.in_features, spec.tokens, spec.dtype)
         if self._drawn is None or self._drawn[0] != key:
-            self._drawn = None  # lets go of the old ones before the new ones are made
+            self._drawn = None  # free the old tensors before drawing new ones
             self._drawn = key, _Inputs(spec, self.seed, self.device.torch)
         return LinearCase(spec, self._drawn[1], self.seed, self.tuning)
 
 
-def named_results(pass_: str, results: Any) -> dict[str, Tensor]:
-    """The results of a pass by name."""
+def name_results(pass_: str, results: Any) -> dict[str, Tensor]:
+    """Return the results of a pass by name."""
     return dict(zip(RESULTS[pass_], results if isinstance(results, tuple) else [results], strict=True))
 
 
-def _some(rng: np.random.Generator, count: int, limit: int) -> Tensor:
-    """Sorted indices: all of `count`, or `limit` drawn ones with the last among them, where kernels have their ends."""
+def _sample_indices(rng: np.random.Generator, count: int, limit: int) -> Tensor:
+    """Return sorted indices: all of `count`, or `limit` random ones including the last, where kernels handle their
+    ends.
+    """
     if count <= limit:
         return torch.arange(count)
     drawn = rng.choice(count - 1, limit - 1, replace=False)
@@ -251,7 +255,7 @@ def _some(rng: np.random.Generator, count: int, limit: int) -> Tensor:
 
 
 def _dense_rows(layout: BlockLayout, values: Tensor, rows: Tensor) -> Tensor:
-    """The dense float64 weight of some block rows. Not by `to_dense`, which is itself under test."""
+    """Return the dense float64 weight of some block rows, without `to_dense`, which is itself under test."""
     starts, cols = layout.crow_indices(rows.device).long(), layout.col_indices(rows.device).long()
     count = starts.diff()[rows]
     nth = torch.arange(len(rows), device=rows.device).repeat_interleave(count)

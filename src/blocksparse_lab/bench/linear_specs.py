@@ -1,4 +1,4 @@
-"""Named shapes of the linear op, shared by tests, benchmarks and tuning, and the ratios the project holds itself to."""
+"""Named shapes of the linear op for tests, benchmarks and tuning, with target speed-ups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PATTERNS = ("random", "barabasi-albert")
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One piece of work: the shape of a block-sparse linear product, and which of its passes.
+    """One pass of a block-sparse linear product.
 
     `pass_` is "forward" (x W^T), "dgrad" (grad W), "wgrad" (grad^T x on the layout) or "train" (all three through
-    autograd). `pattern` is "random", or "barabasi-albert" (square, few rows and columns hold most of the blocks).
+    autograd). `pattern` is "random", or "barabasi-albert": square, with most blocks in few rows and columns.
 
     >>> LinearSpec(4096, 4096, tokens=64, density=0.1)
     LinearSpec(4096x4096, 64 tokens, block 32, density 0.1, float32 forward)
@@ -57,20 +57,20 @@ class LinearSpec:
             raise BlockSparseError.expected("pattern", f"one of {', '.join(PATTERNS)}", repr(self.pattern))
 
     def layout(self, seed: int = 0) -> BlockLayout:
-        """The layout of the pattern at this density, or at the nearest one that the pattern has."""
+        """Return a layout of the pattern with this density, or the nearest density that the pattern has."""
         shape = (self.out_features, self.in_features)
         if self.density == 1:
             return patterns.dense(shape, self.block)
         if self.pattern == "random":
             return patterns.random(shape, self.block, density=self.density, seed=seed)
-        # Every m has its number of blocks: see `patterns.barabasi_albert`.
+        # The number of blocks as a function of m is that of `patterns.barabasi_albert`.
         blocks = self.in_features // self.block
-        wanted = self.density * blocks**2
-        m = min(range(1, blocks), key=lambda m: abs(2 * m * (blocks - m) + blocks + m * (m - 1) - wanted))
+        target = self.density * blocks**2
+        m = min(range(1, blocks), key=lambda m: abs(2 * m * (blocks - m) + blocks + m * (m - 1) - target))
         return patterns.barabasi_albert(self.in_features, self.block, m=m, seed=seed)
 
     def shrunk(self, by: int) -> LinearSpec:
-        """The same with `by` times fewer features, to see that something runs."""
+        """Return a smaller spec to try a program with: `by` times fewer features."""
         return replace(self, out_features=self.out_features // by, in_features=self.in_features // by)
 
     @property
@@ -80,11 +80,11 @@ class LinearSpec:
 
     @property
     def products(self) -> int:
-        """How many products of the size of the forward one the pass takes."""
+        """The number of products of the size of the forward pass."""
         return 3 if self.pass_ == "train" else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as they go into a JSON file, where `pass_` is "pass"."""
+        """Return the fields for a JSON file, with `pass_` as "pass"."""
         fields = asdict(self)
         return {name.rstrip("_"): value for name, value in fields.items()}
 
@@ -98,10 +98,10 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Target:
-    """A spec and the least speed-ups over its peers that are the goal.
+    """A spec and the target speed-ups over its peers.
 
-    `needs` is a CPU feature it presumes, `bandwidth` the part of a copy's bytes per second that values, inputs and
-    outputs should come to, and `others` are peers to measure without a target.
+    `needs` is the CPU feature that the targets presume. `bandwidth` is the target fraction of a copy's bandwidth for
+    values, inputs and outputs together. `others` are peers that are measured without a target.
     """
 
     spec: LinearSpec
@@ -123,7 +123,7 @@ REACH: dict[str, Target] = {
     "fp32 wgrad": Target(replace(TRAINING, pass_="wgrad"), (("dense", 8),)),
     "bf16 forward": Target(replace(TRAINING, dtype="bfloat16"), (("dense", 7),), needs="amx"),
     "bf16 forward, wide": Target(replace(WIDE, dtype="bfloat16"), (("dense", 20),), needs="amx"),
-    # Faster than dense at density 0.7; at 1 its time is at most 1.1 of dense.
+    # Break-even: faster than dense at density 0.7, and at most 1.1 times the dense time at density 1.
     **{
         f"break-even {pass_}, density {density:g}": Target(
             replace(TRAINING, pass_=pass_, density=density), (("dense", ratio),)
@@ -139,14 +139,14 @@ REACH: dict[str, Target] = {
     },
 }
 
-# Small blocks, as parts of the speed of blocks of 32 at the same shape and density.
+# Target speed of small blocks, as a fraction of the speed of blocks of 32 at the same shape and density.
 SMALL_BLOCKS: dict[int, float] = {16: 0.75, 8: 0.5}
 
-# At fixed tokens, time is linear in nnz: the fixed part as a part of the dense time.
+# For fixed tokens, time is linear in nnz; the intercept is at most this fraction of the dense time.
 LINE_DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 LINE_INTERCEPT = 0.05
 
-# On a GPU. Few tokens: the wide layer again, where the bytes of the weights are the bound. Many tokens: training.
+# On a GPU. Few tokens: the wide layer, bound by the bytes of its weight. Many tokens: training.
 GPU_FEW = LinearSpec(12288, 12288, tokens=32, dtype="bfloat16")
 GPU_MANY = LinearSpec(8192, 8192, tokens=8192, dtype="bfloat16")
 GPU_BLOCKS = (32, 64, 128)
@@ -185,11 +185,11 @@ GPU_REACH: dict[str, Target] = {
     },
 }
 
-# The part of the forward pass' speed-up over dense that a training step keeps, at many tokens.
+# Fraction of the forward pass' speed-up over dense that a training step must keep, for many tokens.
 GPU_TRAINING_PART = 0.85
-# The geometric mean of the speed-ups over this peer, over all of GPU_REACH that it is measured in.
+# Target geometric mean of the speed-ups over a peer, over all entries of GPU_REACH with this peer.
 GPU_MEAN: dict[str, float] = {"torch-bsr": 1.5}
-# The time of a layout with hubs is at most GPU_HUB_TIME times that of a random one with as many blocks.
+# A layout with hubs takes at most GPU_HUB_TIME times as long as a random layout with the same number of blocks.
 GPU_HUBS: dict[str, LinearSpec] = {
     "few tokens": replace(GPU_FEW, pattern="barabasi-albert"),
     "many tokens": replace(GPU_MANY, pattern="barabasi-albert"),
@@ -198,5 +198,5 @@ GPU_HUB_TIME = 1.15
 # Host seconds per call of a product that takes the GPU almost no time.
 GPU_TINY = LinearSpec(256, 256, tokens=16, density=0.5, dtype="bfloat16")
 GPU_HOST_TIME = 12e-6
-# Training steps whose memory is checked.
+# Training steps whose memory use is checked.
 GPU_MEMORY = (replace(GPU_MANY, tokens=2048), LinearSpec(131072, 131072, tokens=64, density=0.001, dtype="bfloat16"))

@@ -1,10 +1,10 @@
-"""Language models with recurrent layers against their peers: correct first, then whole steps in alternation.
+"""Compare language models with recurrent layers: check a small model, then time whole steps in alternation.
 
-What is timed is a `CharLM` on random bytes: "train" is forward, cross entropy, backward, clipping and AdamW, the
-"inference" all scores without gradients. bfloat16 is autocast, as in training: parameters stay float32.
+The model is a `CharLM` on random bytes. A "train" step is forward, cross entropy, backward, clipping and AdamW; an
+"inference" step is all scores without gradients. bfloat16 means autocast, as in training: parameters stay float32.
 
 The peers:
-    dense        the same model with dense weights, so wide that it has as many parameters.
+    dense        the same model with dense weights, with a width that gives it as many parameters as ours.
     dense-wide   the same model with dense weights, of the same width.
     torch        as dense, with a torch.nn.LSTM in it: cuDNN's on a GPU.
     torch-wide   as dense-wide, with a torch.nn.LSTM in it.
@@ -30,25 +30,26 @@ from blocksparse.measure import Call
 from blocksparse.ops.registry import use_backend
 
 from ..models.char_lm import CharLM, CharLMConfig, parameter_count, width_for
-from .case import OURS, Bench, Case, forward, within
+from .case import OURS, Bench, Case, check_errors, forward
 
 PEERS = ("dense", "dense-wide", "torch", "torch-wide")
 PASSES = ("train", "inference")
 
-# Relative L2 error against float64 that scores and the gradients of a few steps may have, of each parameter. The
-# small-world cell has kinks, and rounding may move a number across one: such gradients differ completely.
+# Largest relative L2 error against float64 of scores and of each parameter's gradient, over a few steps. The
+# small-world cell has kinks: rounding across one changes a gradient completely, so KINKS times more is accepted.
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 KINKS = 20
 
-# The check takes as many blocks a side as the pattern needs, at least this many, and this many steps.
+# The checked model has at least this many blocks a side, or as many as the pattern needs, and runs this many steps.
 CHECKED_BLOCKS, CHECKED_STEPS = 9, 4
 
 
 @dataclass(frozen=True)
 class LstmSpec:
-    """One piece of work: a language model and its input.
+    """One pass of a language model and the size of its input.
 
-    `dtype` bfloat16 is by autocast; the peers "dense" and "torch" are `narrow`, or have as many parameters.
+    With `dtype` "bfloat16" the model runs under autocast. `narrow` is the width of the peers "dense" and "torch"; by
+    default it gives them as many parameters as ours.
 
     >>> LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert"))
     LstmSpec(lstm 2048, barabasi_albert m 8, block 32, batch 64, seq 64, float32 train)
@@ -71,7 +72,7 @@ class LstmSpec:
                     name.rstrip("_"), f"one of {', '.join(known)}", repr(getattr(self, name))
                 )
 
-    products = 0  # not counted: a step is more than its products
+    products = 0  # operations are not counted: a step does more than its products
 
     @property
     def block(self) -> int:
@@ -79,12 +80,12 @@ class LstmSpec:
 
     @property
     def tokens(self) -> int:
-        """Bytes of a step."""
+        """The bytes of text in a step."""
         return self.batch * self.seq
 
     @property
     def pattern(self) -> str:
-        """The pattern with what says how dense it is.
+        """The name of the pattern with the parameter that sets its density.
 
         >>> LstmSpec(CharLMConfig(pattern="random", density=0.03)).pattern
         'random density 0.03'
@@ -95,14 +96,14 @@ class LstmSpec:
         return " ".join([c.pattern, *([said[c.pattern]] if c.pattern in said else [])])
 
     def small(self) -> LstmSpec:
-        """The same at a small size, for the check."""
+        """Return a small spec for the check."""
         c = self.config
         least = {"barabasi_albert": c.m, "watts_strogatz": c.neighbors}.get(c.pattern, 0) + 1
         width = min(c.width, c.block_size * max(CHECKED_BLOCKS, least))
         return replace(self, config=replace(c, width=width), seq=min(self.seq, CHECKED_STEPS), narrow=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as they go into a JSON file, where `pass_` is "pass"."""
+        """Return the fields for a JSON file, with `pass_` as "pass"."""
         fields = {name: value for name, value in vars(self).items() if name != "config"}
         return {**asdict(self.config), **{name.rstrip("_"): value for name, value in fields.items()}}
 
@@ -115,7 +116,7 @@ class LstmSpec:
 
 
 class LstmCase(Case):
-    """Steps of our model and its peers on one text. Instead of the model itself, a small one is checked."""
+    """Steps of our model and its peers on one text; the check is of a small model."""
 
     peers = PEERS
 
@@ -125,12 +126,12 @@ class LstmCase(Case):
 
     @cached_property
     def text(self) -> Tensor:
-        """Random bytes `[seq + 1, batch]`: those of the step, and what comes after each."""
+        """Random bytes `[seq + 1, batch]`: the input of the step and the byte after each."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(256, (self.spec.seq + 1, self.spec.batch), generator=generator).to(self.device)
 
     def config(self, name: str) -> CharLMConfig:
-        """The configuration of our model or a peer's."""
+        """Return the configuration of our model or of a peer's."""
         config = self.spec.config
         if name == OURS:
             return config
@@ -145,10 +146,10 @@ class LstmCase(Case):
             raise NotImplementedError(f"torch.nn has no such cell as {self.spec.config.cell}")
         kind = _TorchCharLM if name.startswith("torch") else CharLM
         if name == OURS:
-            with use_backend("reference"):  # which a machine has that has no kernels for its CPU
+            with use_backend("reference"):  # available on every machine
                 model = kind(self.config(name))
             return model.to(self.device)
-        with self.device:  # wide peers take half a minute on the host
+        with self.device:  # building wide peers on the host takes half a minute
             return kind(self.config(name))
 
     @property
@@ -157,7 +158,7 @@ class LstmCase(Case):
         return (blocks**2, 1.0) if self.layout is None else super().stored
 
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
-        """Widths and parameters of the contenders."""
+        """Return widths and parameter counts of the contenders."""
         configs = {name: self.config(name) for name in names}
         return {
             "widths": {name: config.width for name, config in configs.items()},
@@ -175,14 +176,14 @@ class LstmCase(Case):
             return model(self.text[:-1])[0]
 
     def backward(self, model: CharLM) -> Tensor:
-        """The loss, after its backward pass."""
+        """Run the backward pass and return the loss."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec.dtype == "bfloat16"):
             loss = F.cross_entropy(self.scores(model).flatten(0, 1), self.text[1:].flatten())
         loss.backward()
         return loss.detach()
 
     def check(self, seed: int = 0) -> dict[str, float]:
-        """Scores and gradients of a small model, against the reference in float64."""
+        """Compare scores and gradients of a small model with the reference in float64."""
         small = LstmCase(self.spec.small(), self.seed, self.device)
         model = small.model(OURS)
         exact = deepcopy(model).double()
@@ -192,15 +193,15 @@ class LstmCase(Case):
             expected = small._results(exact)
         each = {name: ((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in found}
         scores, (worst, gradient) = each.pop("scores"), max(each.items(), key=lambda item: item[1])
-        within(self.bound, {"scores": scores}, self.spec.small())
-        within(self.bound_for("gradients"), {f"gradient of {worst}": gradient}, self.spec.small())
+        check_errors(self.bound, {"scores": scores}, self.spec.small())
+        check_errors(self.bound_for("gradients"), {f"gradient of {worst}": gradient}, self.spec.small())
         return {"scores": scores, "gradients": gradient}
 
     def bound_for(self, name: str) -> float:
         return self.bound * (KINKS if name == "gradients" and self.spec.config.cell == "smallworld" else 1)
 
     def _results(self, model: CharLM) -> dict[str, Tensor]:
-        """Scores and gradients in float64."""
+        """Return scores and gradients in float64."""
         with torch.no_grad():
             scores = self.scores(model)
         self.backward(model)
@@ -220,7 +221,7 @@ class LstmBench(Bench):
 
 
 class _TorchCharLM(CharLM):
-    """A CharLM whose recurrent layers are PyTorch's."""
+    """A CharLM with PyTorch's recurrent layers."""
 
     def __init__(self, config: CharLMConfig):
         super().__init__(config)
@@ -233,7 +234,7 @@ class _TorchCharLM(CharLM):
 
 
 def train_step(model: nn.Module, gradients: Call) -> Call:
-    """A step of training as one call: `gradients()`, clipping, AdamW. It can be captured as a CUDA graph."""
+    """Return one training step as a call: `gradients()`, clipping, AdamW; a CUDA graph can capture it."""
     parameters = list(model.parameters())
     on_gpu = parameters[0].device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True, capturable=on_gpu)

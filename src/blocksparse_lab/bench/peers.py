@@ -1,6 +1,6 @@
 """Products of other libraries: block-sparse ones on a GPU, and oneDNN's dense one on a CPU.
 
-What a library refuses it raises, in its own words.
+Errors of these libraries are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from blocksparse.convert import block_coordinates
 from blocksparse.layout import BlockLayout
 
-Product = Callable[[Tensor], Tensor]
+LinearFunction = Callable[[Tensor], Tensor]
 
 
-def onednn(weight: Tensor, tokens: int) -> Product:
-    """oneDNN's dense product in PyTorch, with the weight packed for this number of tokens."""
+def onednn(weight: Tensor, tokens: int) -> LinearFunction:
+    """Return oneDNN's dense product in PyTorch, with the weight packed for this number of tokens."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, tokens)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 def csr(layout: BlockLayout, values: Tensor) -> Tensor:
-    """The `torch.sparse_csr` tensor of a block-sparse weight, zeros within blocks and all; int32 indices.
+    """Return a block-sparse weight as a `torch.sparse_csr` tensor with int32 indices; zeros within blocks are stored.
 
     >>> import blocksparse as bs
     >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=2)
@@ -48,21 +48,22 @@ def csr(layout: BlockLayout, values: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(starts, col[order].int(), ordered, layout.shape, check_invariants=False)
 
 
-def torch_bsr(weight: Tensor, meta: dict[str, int]) -> Product:
-    """PyTorch's own Triton kernel, with the parameters that `tuned` found."""
+def torch_bsr(weight: Tensor, meta: dict[str, int]) -> LinearFunction:
+    """Return PyTorch's Triton kernel for BSR weights, with the parameters that `tuned` found."""
     from torch.sparse._triton_ops import bsr_dense_addmm
 
     def product(x: Tensor) -> Tensor:
-        nothing = x.new_empty(()).expand(weight.shape[0], x.shape[0])  # not read where beta is 0
-        return bsr_dense_addmm(nothing, weight, x.t(), beta=0, meta=meta or None).t()
+        unread = x.new_empty(()).expand(weight.shape[0], x.shape[0])  # as beta is 0
+        return bsr_dense_addmm(unread, weight, x.t(), beta=0, meta=meta or None).t()
 
     return product
 
 
 def tuned(weight: Tensor, x: Tensor, seconds: float) -> dict[str, int]:
-    """Runs PyTorch's tuner for `torch_bsr` for a limited time, from a start that suits recent GPUs.
+    """Run PyTorch's tuner for `torch_bsr` for a limited time and return the parameters.
 
-    Its own start, 1 stage and a tile as narrow as a block, costs all its time before it finds good ones.
+    The search starts from parameters that suit recent GPUs. PyTorch's own start (1 stage, a tile as narrow as a block)
+    would spend all the time before it finds good ones.
     """
     from torch.sparse import _triton_ops_meta as ops_meta
 
@@ -73,16 +74,17 @@ def tuned(weight: Tensor, x: Tensor, seconds: float) -> dict[str, int]:
     key = (rows, cols, tokens, height, width, True, False, True)  # beta is 0, beta is not 1, alpha is 1
     start = (4, split, 3, 4)  # GROUP_SIZE_ROW, SPLIT_N, num_stages, num_warps
     ops_meta.update("bsr_dense_addmm", torch.cuda.get_device_name(), (0, x.dtype, sparsity), key, start)
-    nothing = x.new_empty(()).expand(rows, tokens)
+    unread = x.new_empty(()).expand(rows, tokens)
     with _tuning_for(seconds):
-        return ops_meta.tune_bsr_dense_addmm(nothing, weight, x.t(), beta=0, store=True, force=True)
+        return ops_meta.tune_bsr_dense_addmm(unread, weight, x.t(), beta=0, store=True, force=True)
 
 
 @contextmanager
 def _tuning_for(seconds: float) -> Iterator[None]:
-    """Makes `triton.testing.do_bench` brief, and refuse after some seconds: PyTorch's tuner then ends.
+    """Shorten the measurements of `triton.testing.do_bench`, and let it raise after some seconds, which ends PyTorch's
+    tuner.
 
-    Left alone it measures 0.6 seconds for each of its candidates, dozens of them for each shape.
+    By default it measures each candidate for 0.6 seconds, and there are dozens for each shape.
     """
     import triton.testing
 
@@ -100,14 +102,14 @@ def _tuning_for(seconds: float) -> Iterator[None]:
         triton.testing.do_bench = before
 
 
-def stk(layout: BlockLayout, values: Tensor) -> Product:
-    """STK (Gale et al., MegaBlocks, 2022): x W^T as dense, dense, sparse."""
+def stk(layout: BlockLayout, values: Tensor) -> LinearFunction:
+    """Return the product x W^T of STK as dense, dense, sparse (Gale et al., MegaBlocks, 2022)."""
     try:
         import stk
     except ImportError as error:
         raise NotImplementedError(f"STK is not installed here ({error}): pip install stanford-stk") from error
     if layout.block_shape != (128, 128):
-        # Its kernels run on others too, and give wrong results.
+        # STK's kernels run with other block sizes too, but give wrong results.
         raise NotImplementedError(f"its blocks are 128 x 128, not {layout.block_shape[0]} x {layout.block_shape[1]}")
     rows, cols = block_coordinates(layout, values.device)
     starts = layout.crow_indices(values.device).int()

@@ -1,4 +1,4 @@
-"""Results for people (a table in the terminal, a chart) and for machines (JSON)."""
+"""Tables, charts and JSON files of results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .. import text_table
 from ..machine import machine, where
 from .case import CaseResult
 
-# Of the peers' lines: distinct in grey and for the colour-blind too.
+# Colour and marker of each peer, distinct in grey and for colour-blind readers.
 STYLES = {
     "dense": ("#0072b2", "o"),
     "torch-bsr": ("#d55e00", "s"),
@@ -46,17 +46,19 @@ _LOOK: dict[str, Any] = {
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", caption: str = "", text: int = 0
 ) -> Table:
-    """For the terminal: the first `text` columns are text, the others numbers."""
+    """Return a table for the terminal; the first `text` columns are text, the others numbers."""
     made = text_table.table(head, rows, text, title=title, caption=caption or None, **_LOOK)
     for column in made.columns:
         if f"{column.header}".startswith("over "):
-            # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
+            # Wide enough for the quartiles, which wrap below the median on a narrow terminal.
             column.no_wrap, column.min_width = False, 13
     return made
 
 
 def results_table(results: Sequence[CaseResult], title: str = "") -> Table:
-    """One row per result: our time and rate, and the speed-up over each peer with its quartiles and its width."""
+    """Return a table with a row per result: our time and rate, and the speed-up over each peer with its quartiles and
+    width.
+    """
     peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
     worst = max((error for result in results for error in result.errors.values()), default=0)
     bound = max((result.bound for result in results), default=0)
@@ -77,12 +79,12 @@ def results_table(results: Sequence[CaseResult], title: str = "") -> Table:
 
 
 def refusals(results: Sequence[CaseResult]) -> list[str]:
-    """A line for each peer that could not run, with its reason; the same reason is said once."""
+    """Return a line for each peer that could not run, with its reason; equal lines appear once."""
     return list(dict.fromkeys(f"{name}: {reason}" for result in results for name, reason in result.refused.items()))
 
 
 def ratio(spread: Spread) -> str:
-    """A ratio with its quartiles, which fewer than three rounds do not have.
+    """Format a ratio with its quartiles; with fewer than three rounds there are none.
 
     >>> ratio(Spread(12.34, 11.9, 13.0, 21)), ratio(Spread(45.6, 45.1, 46.1, 2))
     ('12.3 (11.9-13.0)', '45.6 (twice)')
@@ -93,7 +95,7 @@ def ratio(spread: Spread) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it.
+    """Format a time in a fitting unit.
 
     >>> duration(0.00123), duration(4.08e-4), duration(12.0)
     ('1.23 ms', '408 us', '12.0 s')
@@ -105,7 +107,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """A number with three significant figures.
+    """Format a number with three significant figures.
 
     >>> short(1.234), short(9.999), short(1234.5)
     ('1.23', '10.0', '1234')
@@ -114,45 +116,52 @@ def short(value: float) -> str:
 
 
 def write_results(path: Path, results: Sequence[CaseResult], what: str, **settings: Any) -> None:
-    """The results with the machine they were measured on."""
+    """Write results with the machine that they were measured on."""
     every = [result.as_dict() for result in results]
     write_json(path, {"what": what, "machine": machine(_device(results)), "settings": settings, "results": every})
 
 
 def write(path: Path, content: Mapping[str, Any], *parts: str | Sequence[str]) -> None:
-    """Results as JSON and, next to it, in Markdown: paragraphs, or the lines of a table."""
+    """Write results as JSON and, next to it, in Markdown; a part is a paragraph or the lines of a table."""
     write_json(path, content)
     text = "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts)
     write_text(path.with_suffix(".md"), text + "\n")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Results as JSON: numbers to seven digits; what has no further parts, and lists of these lists, in one line."""
+    """Write JSON with seven digits per number; flat objects and lists of flat lists take one line each."""
     text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
-    # Within strings there is neither a line break nor, behind a bracket, one to begin with.
+    # A line break right after a bracket is never inside a string, so joining lines changes no string.
     for parts in (r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", r"\[\n(?: *\[[^\[\]{}\n]*\],?\n)+ *\]"):
         text = re.sub(parts, lambda found: re.sub(r"\n *", "", found[0]), text)
     write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file of results, whole or not at all, in a folder that is made where it is missing; raises where it cannot be
-    written."""
-    with _written_to(path.parent):
+    """Write a file atomically, and its folder if it is missing.
+
+    Raises:
+        BlockSparseError: the file cannot be written.
+    """
+    with _report_os_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_text(path, text)
 
 
 def check_folder(folder: Path) -> None:
-    """Makes the folder where it is missing; raises where no file can be written to it."""
-    with _written_to(folder):
+    """Create the folder if it is missing.
+
+    Raises:
+        BlockSparseError: no file can be written to it.
+    """
+    with _report_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder):
             pass
 
 
 @contextmanager
-def _written_to(folder: Path) -> Iterator[None]:
+def _report_os_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -168,7 +177,8 @@ def _rounded(value: Any) -> Any:
 
 
 def columns(records: Sequence[Any]) -> Any:
-    """Dicts of the same keys as one, with a list for each leaf: JSON then has a key once; others as they are.
+    """Turn dicts with the same keys into one dict with a list for each leaf, which is shorter as JSON; leave others as
+    they are.
 
     >>> columns([{"step": 1, "loss": {"mean": 0.5}}, {"step": 2, "loss": {"mean": 0.25}}])
     {'step': [1, 2], 'loss': {'mean': [0.5, 0.25]}}
@@ -178,25 +188,25 @@ def columns(records: Sequence[Any]) -> Any:
     return {key: columns([of[key] for of in records]) for key in first} if first and same else list(records)
 
 
-def rows(of: Any) -> list[Any]:
-    """The opposite of `columns`.
+def rows(columns: Any) -> list[Any]:
+    """Invert `columns`.
 
     >>> rows({"step": [1, 2], "loss": {"mean": [0.5, 0.25]}})
     [{'step': 1, 'loss': {'mean': 0.5}}, {'step': 2, 'loss': {'mean': 0.25}}]
     """
-    if not isinstance(of, dict):
-        return list(of)
-    return [dict(zip(of, values, strict=True)) for values in zip(*map(rows, of.values()), strict=True)]
+    if not isinstance(columns, dict):
+        return list(columns)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*map(rows, columns.values()), strict=True)]
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> list[str]:
-    """The lines of a table in Markdown, whose first `text` columns are text, the others numbers."""
+    """Return the lines of a table in Markdown; the first `text` columns are text, the others numbers."""
     lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
     return [f"| {' | '.join(line)} |" if line is not lines[1] else f"|{'|'.join(line)}|" for line in lines]
 
 
 def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -> str:
-    """Mean and standard deviation, in as many digits as a person reads; of a single value that alone.
+    """Format mean and standard deviation, or a single value alone.
 
     >>> spread([10.25, 10.75]), spread([8]), spread([1.5, 2.5], digits=1, sign="+")
     ('10.50 ± 0.35', '8.0000', '+2.0 ± 0.7')
@@ -208,21 +218,23 @@ def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -
 
 
 def noted(cell: str, *notes: str) -> str:
-    """A cell with notes in brackets, those that are not empty.
+    """Append notes in brackets to a cell; empty notes are left out.
 
     >>> noted("+1.0", "", "p 0.2"), noted("+1.0", "")
     ('+1.0 (p 0.2)', '+1.0')
     """
-    said = ", ".join(filter(None, notes))
-    return f"{cell} ({said})" if said else cell
+    text = ", ".join(filter(None, notes))
+    return f"{cell} ({text})" if text else cell
 
 
 def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str:
-    """The probability that chance alone makes a mean difference as large, by a two-sided t-test; "" of fewer than three
-    on either side, or where they differ by rounding alone.
+    """Return the p-value of a difference of means by a two-sided t-test, as text.
+
+    The result is "" for fewer than three values on either side, or if the values differ by rounding alone.
 
     Args:
-        found: differences of pairs; or with `others` one of two independent samples, by Welch's test.
+        found: differences of pairs; with `others`, the first of two independent samples, compared by Welch's test.
+        others: the second sample.
 
     >>> chance([0.2, 0.3, 0.4]), chance([1, 2, 3], [2, 3, 4]), chance([1.0, 2.0]), chance([0.3, 0.1 + 0.2, 0.3])
     ('p 0.035', 'p 0.29', '', '')
@@ -233,7 +245,7 @@ def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str
     if min(map(len, samples)) < 3 or not any(max(of) - min(of) > 1e-9 * max(map(abs, of)) for of in samples):
         return ""
     test = ttest_1samp(found, 0) if others is None else ttest_ind(found, others, equal_var=False)
-    # Of three digits where two would hide on which side of 0.05 it is.
+    # Three digits if two would hide on which side of 0.05 the value is.
     return f"p {test.pvalue:.{3 if f'{test.pvalue:.2g}' == '0.05' else 2}g}" if test.pvalue >= 0.001 else "p < 0.001"
 
 
@@ -241,9 +253,9 @@ def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str
 
 
 def write_chart(path: Path, results: Sequence[CaseResult], title: str, bound: bool = True) -> None:
-    """A PNG of the speed-up over each peer against density, with what the arithmetic alone would give if `bound`.
+    """Write a PNG of the speed-up over each peer against density; `bound` adds the line 1 / density.
 
-    The bands are the quartiles; a line has its numbers where it would not be read otherwise.
+    Bands are quartiles. Points have numbers where the lines alone are hard to read.
     """
     figure, axes = figure_and_axes((7.5, 5.2))
     some = sorted((result for result in results if result.density > 0), key=lambda result: result.density)
@@ -256,14 +268,14 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str, bound: bo
             line(axes, points, f"over {peer}", color, marker, _NUMBERS.get(peer))
     speedup_axes(axes, title)
     if not densities:
-        axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
+        axes.set_xlim(0.01, 1)  # without points a logarithmic axis needs a range
     axes.margins(x=0.08, y=0.12)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     save(figure, path, where(machine(_device(results))))
 
 
-# Where the numbers of a peer's points are, in points above its line; peers of one width are close to each other.
+# Height of a peer's numbers above its line, in points; lines of peers with equal widths are close to each other.
 _NUMBERS = {"dense": -13, "dense-wide": -13, "torch": 6, "torch-wide": 6}
 
 
@@ -275,7 +287,9 @@ def line(
     marker: str = "o",
     above: int | None = -13,
 ) -> None:
-    """A line through the medians at some densities, the quartiles as a band, and numbers so far above, or none."""
+    """Draw the medians at some densities as a line, the quartiles as a band, and numbers at height `above`, unless
+    None.
+    """
     x, spreads = zip(*points, strict=True)
     axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=label)
     axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
@@ -285,7 +299,7 @@ def line(
 
 
 def speedup_axes(axes: Any, title: str) -> None:
-    """Speed-ups against densities."""
+    """Set up axes of speed-up against density."""
     axes.axhline(1, color="0.2", lw=1)
     log_axes(axes, title, "density (stored blocks / all blocks)", "speed-up")
 
@@ -298,7 +312,7 @@ def log_axes(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
 
 
 def plain_ticks(axes: Any, which: str = "xy") -> None:
-    """Numbers at 1, 2 and 5 on logarithmic axes."""
+    """Label logarithmic axes at 1, 2 and 5."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (getattr(axes, f"{one}axis") for one in which):
@@ -308,7 +322,7 @@ def plain_ticks(axes: Any, which: str = "xy") -> None:
 
 
 def save(figure: Any, path: Path, caption: str, dpi: int = 150) -> None:
-    """A PNG with a caption below, of the machine."""
+    """Write a PNG with a caption below it."""
     figure.supxlabel(caption, size=7.5, color="0.4", x=0.01, ha="left")
     style.save(figure, path, dpi)
 

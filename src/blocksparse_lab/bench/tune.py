@@ -1,7 +1,7 @@
-"""Searches for a GPU's fastest tiles: from those of the rule, step by step to faster neighbours.
+"""Search for a GPU's fastest tiles, from those of the rule to faster neighbours step by step.
 
-Every tile is checked against float64 before it is timed, and timed in alternation with the best so far, on copies of
-the weights that take turns. What is found goes into the file of this GPU model after every case.
+Each tile is checked against float64 before it is timed in alternation with the best so far, on copies of the weights
+that take turns. After each case, the result is written to the file of this GPU model.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .linear import LinearBench, LinearCase
 from .linear_specs import LinearSpec
 from .report import duration, short
 
-# Tuned by default: a layer in training and in generation. "tf32" is float32 with that switch on.
+# Default cases: a layer in training and in generation. "tf32" is float32 with PyTorch's TF32 switch on.
 DTYPES = ("bfloat16", "float32")
 BLOCKS = (16, 32, 64, 128)
 TOKENS = (32, 8192)
 DENSITIES = (0.1, 0.5)
 HIDDEN = 8192
 
-# A tile has to be faster by this part to be preferred: less is noise.
+# A tile must be faster by this fraction to be preferred; smaller differences are noise.
 GAIN = 0.01
-# Sums that a thread can keep in registers.
+# Accumulators that a thread can keep in registers.
 SUMS = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product to find a tile for."""
+    """One product to tune a tile for."""
 
     spec: LinearSpec
     tf32: bool = False
@@ -56,8 +56,8 @@ class Case:
         return f"{spec.pass_} {dtype}, block {spec.block}, {spec.tokens} tokens, density {spec.density:g}"
 
     @contextmanager
-    def switched(self) -> Iterator[None]:
-        """Sets PyTorch's TF32 switch as the case needs it, and restores it."""
+    def tf32_switch(self) -> Iterator[None]:
+        """Set PyTorch's TF32 switch for this case, and restore it afterwards."""
         before = torch.backends.cuda.matmul.fp32_precision
         torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
         try:
@@ -74,13 +74,14 @@ def cases(
     densities: Sequence[float] = DENSITIES,
     hidden: int = HIDDEN,
 ) -> list[Case]:
-    """All combinations. Those that differ only in density come one after the other: the first is the second's start.
+    """Return all combinations; cases that differ only in density are neighbours, so that the first gives the second's
+    start.
 
     >>> len(cases()), str(cases()[0])
     (96, 'forward bfloat16, block 16, 32 tokens, density 0.1')
     """
-    given = {"dtypes": dtypes, "blocks": blocks, "passes": passes, "tokens": tokens, "density": densities}
-    for name, values in given.items():
+    arguments = {"dtypes": dtypes, "blocks": blocks, "passes": passes, "tokens": tokens, "density": densities}
+    for name, values in arguments.items():
         if not values:
             raise BlockSparseError.expected(name, "at least one", "none")
     for density in densities:
@@ -99,15 +100,17 @@ def cases(
 # -- tiles ------------------------------------------------------------------------------------------------------
 
 
-def valid(tile: Tile, work: Work, gpu: Gpu) -> bool:
-    """Whether a kernel can run with it: sizes that make sense for the work, sums in registers, buffers in memory."""
+def is_valid(tile: Tile, work: Work, gpu: Gpu) -> bool:
+    """Return whether a kernel can run with this tile: its sizes fit the work, its sums the registers, its buffers the
+    memory.
+    """
     wgrad, nvidia = work.pass_ == "wgrad", gpu.kind.startswith("sm")
     height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
-    most = tiles.power_of_two(height)
+    largest = tiles.power_of_two(height)
     sums = (tile.block_k if wgrad else tile.block_m) * tile.block_n * (2 if tile.pairs else 1)
     return (
         16 <= tile.block_m <= min(work.tokens, 128 if wgrad else 256)
-        and (8 if nvidia and most == 8 else 16) <= tile.block_n <= max(most, 16)
+        and (8 if nvidia and largest == 8 else 16) <= tile.block_n <= max(largest, 16)
         and 16 <= tile.block_k <= 256
         and 2 <= tile.warps <= 8
         and (2 <= tile.stages <= 8 if nvidia else tile.stages <= 2)
@@ -119,7 +122,7 @@ def valid(tile: Tile, work: Work, gpu: Gpu) -> bool:
 
 
 def neighbours(tile: Tile, work: Work, gpu: Gpu) -> list[Tile]:
-    """The tiles one step away, what matters most first.
+    """Return the valid tiles one step away, the most important first.
 
     >>> gpu = Gpu("H200", "sm90", 132, 227 * 1024)
     >>> work = Work("forward", torch.bfloat16, (32, 32), 32, 0.1)
@@ -132,13 +135,13 @@ def neighbours(tile: Tile, work: Work, gpu: Gpu) -> list[Tile]:
         for size in (2 * getattr(tile, name), max(getattr(tile, name) // 2, 1))
     ]
     steps += [replace(tile, stages=max(tile.stages + step, 1)) for step in (-2, 2, -1, 1)]
-    # As many sums per thread in other proportions: one of the steps by itself may not help.
+    # Keep the sums per thread and change the proportions: one of the two steps alone may not help.
     steps += [replace(tile, block_m=2 * tile.block_m, warps=2 * tile.warps)]
     steps += [replace(tile, block_m=max(tile.block_m // 2, 1), warps=max(tile.warps // 2, 1))]
     steps += [replace(tile, pairs=not tile.pairs)]
     steps += [replace(tile, pairs=not tile.pairs, block_m=max(tile.block_m // 2, 1))]
     steps += [replace(tile, group_m=group) for group in (4 * tile.group_m, tile.group_m // 4) if group]
-    return [step for step in dict.fromkeys(steps) if step != tile and valid(step, work, gpu)]
+    return [step for step in dict.fromkeys(steps) if step != tile and is_valid(step, work, gpu)]
 
 
 # -- the search -------------------------------------------------------------------------------------------------
@@ -150,20 +153,20 @@ def search(
     race: Callable[[Tile, Tile], float],
     in_time: Callable[[], bool],
 ) -> Tile:
-    """The best of the starts, the first of which has the lead, of the neighbours of the best so far, and so on.
+    """Search from the starts through the neighbours of the best tile so far, and return the best.
 
-    `race(tile, best)` is the tile's time over that of the best so far.
+    The first start is the initial best. `race(tile, best)` is the tile's time divided by that of the best so far.
     """
     best, *others = starts
-    todo, seen = deque([*others, *around(best)]), {best}
-    while todo and in_time():
-        tile = todo.popleft()
+    queue, seen = deque([*others, *around(best)]), {best}
+    while queue and in_time():
+        tile = queue.popleft()
         if tile in seen:
             continue
         seen.add(tile)
         if race(tile, best) < 1 - GAIN:
             best = tile
-            todo.extendleft(reversed(around(best)))
+            queue.extendleft(reversed(around(best)))
     return best
 
 
@@ -172,7 +175,9 @@ HEAD = ("case", "tile", "rule", "tuned", "faster by", "tried")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a case: the rule's tile, the best one, their times, the number tried, refusals with reasons."""
+    """The result of a case: the rule's tile, the best one, their times, the number of tiles tried, and refusals with
+    reasons.
+    """
 
     case: Case
     work: Work
@@ -185,7 +190,7 @@ class Result:
 
     @property
     def cells(self) -> list[str]:
-        """Its row of a table with the columns HEAD."""
+        """The case's cells in a table with the columns HEAD."""
         tile, times = self.tile, (self.rule_time.median, self.time.median)
         size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
         size += f", group {tile.group_m}" * (tile.group_m > 1) + ", pairs" * tile.pairs
@@ -194,10 +199,11 @@ class Result:
 
 
 class Tuner:
-    """Tunes cases on one device, for the file of this GPU model in a folder: by default where it is looked for.
+    """Tunes cases on one device and writes the file of this GPU model into a folder, by default the one that is
+    searched later.
 
     Raises:
-        BlockSparseError: no such device; the file exists and is not one of ours.
+        BlockSparseError: there is no such device, or the file exists and is not one of ours.
     """
 
     def __init__(self, device: str | Device = "cuda", folder: Path | None = None, seed: int = 0):
@@ -208,14 +214,15 @@ class Tuner:
         self.found = tiles.read(self.path) if self.path.exists() else {}
 
     def run(self, cases: Sequence[Case], seconds: float) -> Iterator[Result]:
-        """Yields the results one by one, each already in the file. Time that a case leaves goes to the others.
+        """Yield the results one by one after writing them; time that a case does not use goes to the others.
 
-        Raises where the tile of the rule cannot run, or gives wrong results.
+        Raises:
+            BlockSparseError: the tile of the rule cannot run or gives wrong results.
         """
         end = perf_counter() + seconds
         for done, case in enumerate(cases):
             share = (end - perf_counter()) / (len(cases) - done)
-            with case.switched(), use_backend("triton"):
+            with case.tf32_switch(), use_backend("triton"):
                 result = self.tune(case, share)
             self.found[result.work] = result.tile
             tiles.write(self.path, self.gpu, self.found, {"machine": machine(self.device.torch.type)})
@@ -223,13 +230,13 @@ class Tuner:
             yield result
 
     def tune(self, case: Case, seconds: float) -> Result:
-        """Finds the best tile for a case within about `seconds`."""
+        """Find the best tile for a case within about `seconds`."""
         end = perf_counter() + seconds
         problem = self.bench.case(case.spec)
         layout, dtype = problem.layout, case.spec.torch_dtype
         work = Work(case.spec.pass_, dtype, layout.block_shape, tiles.bucket(case.spec.tokens), layout.density)
         rule = tiles.fit(tiles.rule(work, self.gpu), work, self.gpu)
-        ready = {rule: self._ready(problem, rule)}
+        ready = {rule: self._prepare(problem, rule)}
         refused: dict[Tile, str] = {}
         tried = 0
 
@@ -237,30 +244,30 @@ class Tuner:
             nonlocal tried
             tried += 1
             try:
-                call = self._ready(problem, tile)
-            except Exception as error:  # of a compiler, the driver, our check: others are still tried
+                call = self._prepare(problem, tile)
+            except Exception as error:  # from the compiler, the driver or our check: others are still tried
                 refused[tile] = " ".join(f"{type(error).__name__}: {error}".split())
                 return math.inf
             ratio = self._times({"tile": call, "best": ready[best]}, rounds=5).ratio("tile", "best").median
-            if ratio < 1 - GAIN:  # it will be the best; of the others, only the rule's is needed again
+            if ratio < 1 - GAIN:  # the new best; besides it only the rule's call is needed again
                 for old in ready.keys() - {rule}:
                     del ready[old]
                 ready[tile] = call
             return ratio
 
         known = tiles.nearest(work, self.found)
-        starts = [rule] if known is None or not valid(known, work, self.gpu) else list(dict.fromkeys([rule, known]))
+        starts = [rule] if known is None or not is_valid(known, work, self.gpu) else list(dict.fromkeys([rule, known]))
         best = search(starts, lambda tile: neighbours(tile, work, self.gpu), race, lambda: perf_counter() < end)
         times = self._times({"rule": ready[rule], "best": ready[best]}, rounds=11)
         return Result(case, work, rule, best, times.time("rule"), times.time("best"), tried, refused)
 
-    def _ready(self, problem: LinearCase, tile: Tile) -> tuple[Call, int]:
-        """Checks the product with this tile; returns a call that makes several of it."""
+    def _prepare(self, problem: LinearCase, tile: Tile) -> tuple[Call, int]:
+        """Check the product with this tile; return a call that runs it several times."""
         forced = {problem.spec.pass_: tile}
         counts: dict[str, int] = {}
         with tiles.use_tiles(**forced):
             problem.check(self.bench.seed)
-            call = self.bench.ready(problem, OURS, counts)
+            call = self.bench.prepare(problem, OURS, counts)
 
         def product() -> None:
             with tiles.use_tiles(**forced):
