@@ -1,4 +1,4 @@
-"""Contiguous parts of about equal cost: rows of blocks over tensor-parallel ranks, layers over pipeline stages."""
+"""Contiguous parts of about equal cost, for tensor-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..errors import BlockSparseError
 
 
 def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int = 1) -> tuple[int, ...]:
-    """Cuts a row of lines into contiguous parts so that the most expensive part costs as little as possible.
+    """Cut a sequence of lines into contiguous parts so that the most expensive part costs as little as possible.
 
     Args:
-        costs: of each line, not negative.
-        parts: how many; each gets at least one line.
-        multiple: every cut but the last is at a multiple of this many lines.
+        costs: the cost of each line, not negative.
+        parts: the number of parts; each has at least one line.
+        multiple: all cuts except the last are at multiples of this number of lines.
 
     Returns:
         The `parts + 1` boundaries, from 0 to the number of lines. The cost of the largest part is the exact optimum.
 
     Raises:
-        BlockSparseError: there are fewer lines (groups of `multiple` lines) than parts, or a cost is negative, infinite
+        BlockSparseError: fewer lines (or groups of `multiple` lines) than parts, or a cost that is negative, infinite
             or not a number.
 
     >>> balanced_cuts([1, 1, 1, 5, 1, 1], 3)
@@ -40,24 +40,27 @@ def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int
         raise BlockSparseError.expected("lines to cut", f"at least {parts}, one for each part", f"{len(costs)}{groups}")
     total = np.append(0.0, np.append(0.0, np.cumsum(costs))[ends])  # cost of the first n groups
 
-    # Bisects the bound. `low` never exceeds the optimum, `high` is the cost of a cut that was found; both are costs of
-    # some part, not just numbers in between, so that they meet.
+    # Bisect the bound: `low` never exceeds the optimum, and `high` is the cost of a cut that exists. Both are costs of
+    # some part, so that they meet.
     low, high, best = max(total[-1] / parts, np.diff(total).max()), np.inf, np.zeros(0, np.int64)
     bound = low
-    for _ in range(100):  # as rounding may keep them apart
+    for _ in range(100):  # rounding may keep them apart
         if low >= high:
             break
         cuts = _greedy(total, parts, bound)
         if cuts[-1] == len(ends):
             high, best = float(np.diff(total[cuts]).max()), cuts
-        else:  # the optimum is at least the smallest bound for which one of these parts would get longer
+        else:  # the optimum is at least the smallest bound that makes one of these parts longer
             low = float((total[cuts[1:] + 1] - total[cuts[:-1]]).min())
         bound = min(low + (high - low) / 2, 2 * low) if low < high else low
     return (0, *(int(end) for end in ends[best[1:] - 1]))
 
 
 def _greedy(total: np.ndarray, parts: int, bound: float) -> np.ndarray:
-    """Parts as long as a bound allows, that leave one group to each of the rest; the last may end too early."""
+    """Return cuts into parts as long as a bound allows, leaving one group for each later part.
+
+    The last part may end before the last group: then no cut keeps the bound.
+    """
     cuts = [0]
     for part in range(1, parts + 1):
         longest = int(np.searchsorted(total, total[cuts[-1]] + bound, side="right")) - 1

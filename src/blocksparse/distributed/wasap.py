@@ -1,4 +1,4 @@
-"""The formulas for the workers' gradients, networks and rates, as plain functions of tensors and layouts."""
+"""The formulas of WASAP-SGD and WASSP-SGD for gradients, networks and learning rates."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ WARM_EPOCHS = 5
 
 
 def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockLayout) -> Tensor:
-    """Maps a gradient computed on an earlier layout to the current layout (RetainValidUpdates).
+    """Map a gradient computed on an earlier layout to the current layout (RetainValidUpdates).
 
-    Blocks that are in both keep their gradient; those that are gone are dropped; those that are new get 0.
+    Blocks in both layouts keep their gradient, removed blocks lose theirs, and new blocks get 0.
 
     Args:
-        grad_values: `[of_layout.nnz, block_out, block_in]`, a convolution's kernel behind.
-        of_layout: what it was computed on.
-        now_layout: of the same grid and block.
+        grad_values: `[of_layout.nnz, block_out, block_in]`, followed by the kernel of a convolution.
+        of_layout: the layout on which the gradient was computed.
+        now_layout: the current layout, with the same grid and block.
 
     Returns:
-        `[now_layout.nnz, ...]`; where both layouts are the same, `grad_values` itself.
+        `[now_layout.nnz, ...]`; `grad_values` itself if both layouts are equal.
 
     Raises:
-        BlockSparseError: a gradient of another shape, layouts of another grid or block.
+        BlockSparseError: a gradient of another shape, or layouts with different grids or blocks.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.distributed import retain_valid
@@ -45,25 +45,25 @@ def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockL
     of_layout.check_values(grad_values)
     if of_layout == now_layout:
         return grad_values
-    there, theirs = of_layout.keys_of_blocks(), now_layout.keys_of_blocks()
-    if there.size == 0:
-        return grad_values.new_zeros(theirs.size, *grad_values.shape[1:])
-    at = np.minimum(np.searchsorted(there, theirs), there.size - 1)
-    return remap_blocks(grad_values, torch.from_numpy(np.where(there[at] == theirs, at, -1)))
+    before, now = of_layout.keys_of_blocks(), now_layout.keys_of_blocks()
+    if before.size == 0:
+        return grad_values.new_zeros(now.size, *grad_values.shape[1:])
+    source = np.minimum(np.searchsorted(before, now), before.size - 1)
+    return remap_blocks(grad_values, torch.from_numpy(np.where(before[source] == now, source, -1)))
 
 
 def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> tuple[BlockLayout, Tensor]:
-    """Averages the weights of several networks on the union of their blocks; a missing block counts as 0.
+    """Average the weights of several networks on the union of their blocks; a missing block counts as 0.
 
     Args:
-        layouts: of the same grid and block.
-        values: of each, `[nnz, block_out, block_in]`, a convolution's kernel behind.
+        layouts: one for each network, with the same grid and block.
+        values: one for each network, `[nnz, block_out, block_in]`, followed by the kernel of a convolution.
 
     Returns:
-        The union of the layouts, and the mean there, added up in the given order in float32, or float64.
+        The union of the layouts, and the mean values on it. The sum is in this order, in float32 or float64.
 
     Raises:
-        BlockSparseError: no layouts, as many values as there are not layouts, shapes that do not fit.
+        BlockSparseError: no layouts, different numbers of layouts and values, or shapes that do not fit.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.distributed import union_average
@@ -79,35 +79,36 @@ def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> t
         raise BlockSparseError.expected("layouts and values", "one of each for every worker", got)
     _check_same_grid(layouts)
     first = values[0]
-    for layout, one in zip(layouts, values, strict=True):
-        layout.check_values(one)
-        if one.shape[1:] != first.shape[1:] or one.dtype != first.dtype or one.device != first.device:
-            got = f"{list(one.shape)}, {one.dtype}, {one.device}"
+    for layout, each in zip(layouts, values, strict=True):
+        layout.check_values(each)
+        if each.shape[1:] != first.shape[1:] or each.dtype != first.dtype or each.device != first.device:
+            got = f"{list(each.shape)}, {each.dtype}, {each.device}"
             raise BlockSparseError.expected("values", f"as the first ones, {list(first.shape)}, {first.dtype}", got)
     keys = [layout.keys_of_blocks() for layout in layouts]
     union = np.sort(np.concatenate(keys))
     union = union[np.flatnonzero(np.diff(union, prepend=-1))]
-    wide = first.dtype if first.dtype == torch.float64 else torch.float32
-    total = torch.zeros(union.size, *first.shape[1:], dtype=wide, device=first.device)
-    for mine, one in zip(keys, values, strict=True):
-        total[torch.from_numpy(np.searchsorted(union, mine)).to(total.device)] += one.detach()
+    accumulator = first.dtype if first.dtype == torch.float64 else torch.float32
+    total = torch.zeros(union.size, *first.shape[1:], dtype=accumulator, device=first.device)
+    for own_keys, each in zip(keys, values, strict=True):
+        total[torch.from_numpy(np.searchsorted(union, own_keys)).to(total.device)] += each.detach()
     grid = layouts[0].grid
     layout = BlockLayout.from_indices(*np.divmod(union, grid[1]), grid, layouts[0].block_shape)
     return layout, total.div_(len(layouts)).to(first.dtype)
 
 
 def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout, Tensor]:
-    """Keeps the `nnz` blocks of largest magnitude (l2).
+    """Keep the `nnz` blocks with the largest l2 norm.
 
     Args:
-        values: `[layout.nnz, block_out, block_in]`, a convolution's kernel behind.
-        nnz: how many stay; among equals, random ones, the same each time.
+        layout: the layout before.
+        values: `[layout.nnz, block_out, block_in]`, followed by the kernel of a convolution.
+        nnz: the number of blocks to keep. Ties are broken at random, but the same way each time.
 
     Returns:
-        Their layout and their values `[nnz, ...]`.
+        The layout of these blocks, and their values `[nnz, ...]`.
 
     Raises:
-        BlockSparseError: fewer blocks than are to stay, values of another shape.
+        BlockSparseError: `nnz` above the number of blocks, or values of another shape.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.distributed import prune_to
@@ -125,12 +126,12 @@ def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout
 
 
 def warm_up(rate: float, workers: int, epoch: int) -> float:
-    """The learning rate of the synchronous variant: rate ((K - 1) e / 5 + 1) for e <= 5, and K rate after.
+    """Return the learning rate of the synchronous variant: rate ((K - 1) e / 5 + 1) for e <= 5, then K rate.
 
     Args:
-        rate: of one worker.
-        workers: K.
-        epoch: e, how many are over.
+        rate: the learning rate of a single worker.
+        workers: K, the number of workers.
+        epoch: e, the number of finished epochs.
 
     >>> from blocksparse.distributed import warm_up
     >>> [warm_up(0.5, 3, epoch) for epoch in (0, 1, 5, 9)]

@@ -40,7 +40,7 @@ class FlatModel:
             parameter.data.copy_(values)
 
     def gradients(self) -> Tensor:
-        """Return the flat gradients, 0 where there is none, then 1 for each parameter with one: `[numel + parameters]`."""
+        """Return the flat gradients, 0 if there are none, then whether each exists: `[numel + parameters]`."""
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         present = [p.grad is not None for p in self.parameters]
         return _flatten([*parts, torch.tensor(present, dtype=self.dtype, device=parts[0].device)])
