@@ -169,14 +169,14 @@ class Phases(Callback):
 def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
     """Trains in a folder, and measures this process while it does."""
     phases = Phases()
-    recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch)
+    recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch, seed=spec.seed)
     data = mlp.extreme_data(spec.rows, spec.tested, spec.seed)
     with phases.phase("build"):
-        model = mlp.network(recipe, data, "set", spec.seed)
-    connections = mlp.facts(model).connections
+        model = mlp.network(recipe, data)
+    connections = mlp.size_of(model).connections
     say(f"built in {duration(phases.seconds['build'][0])}: {connections:,} connections")
-    task = mlp.task(recipe, model, data, seed=spec.seed)
-    trainer = Trainer(task, run, replace(mlp.settings(recipe, task, spec.seed), save_minutes=0.0))
+    task = mlp.task(recipe, model, data)
+    trainer = Trainer(task, run, mlp.paced(recipe, task, save_minutes=0.0))
     task.methods["set"].step = phases.phase("evolve")(task.methods["set"].step)  # type: ignore[method-assign]
     losses: list[float] = []
     held_out: list[float] = []

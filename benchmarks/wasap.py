@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import sub, truediv
 from pathlib import Path
@@ -129,8 +129,8 @@ def work(seed: int, synchronous: bool, rate: float, options: Options) -> None:
 
     recipe, table = mlp.recipe_for("fashion_mnist"), tables.load("fashion_mnist", options.data_dir)
     some = slice(options.rows)
-    model = mlp.network(recipe, table, "set", seed)
-    net = mlp.facts(model)
+    model = mlp.network(replace(recipe, seed=seed), table)
+    net = mlp.size_of(model)
     same = ("batch", "momentum", "weight_decay", "zeta", "regrow")
     settings = Settings(
         epochs=options.epochs,

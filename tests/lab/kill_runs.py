@@ -61,18 +61,20 @@ def charlm(run: Path, shard: bool = False) -> Trainer:
 
 
 def set_mlp(run: Path, shard: bool = False) -> Trainer:
-    recipe = mlp.Recipe(hidden=(48, 48), epsilon=4, epochs=8, batch=16)
-    return often(mlp.trainer(recipe, Synthetic(features=40, rows=64, tested=20), run, "set", shard=shard))
+    settings = mlp.MLPSettings(hidden=(48, 48), epsilon=4, epochs=8, batch=16, shard=shard)
+    return often(mlp.trainer(settings, Synthetic(features=40, rows=64, tested=20), run))
 
 
 def resnet_run(run: Path, shard: bool = False) -> Trainer:
-    recipe = resnet.Recipe(width=8, blocks=(1, 1), density=0.5, block_size=4, epochs=3, batch=8)
-    return often(resnet.trainer(recipe, noise(), run, shard=shard))
+    settings = resnet.ResNetSettings(width=8, blocks=(1, 1), density=0.5, block_size=4, epochs=3, batch=8, shard=shard)
+    return often(resnet.trainer(settings, noise(), run))
 
 
 def pixelcnn_run(run: Path, shard: bool = False) -> Trainer:
-    how = pixelcnn.settings(6, ema=0.9, log_every=2, eval_every=4, save_every=1, shard=shard)
-    return pixelcnn.trainer(pixelcnn.Network(8, 1, sparse=2, block_size=4), noise(4), run, how, batch=4, evaluated=4)
+    model = pixelcnn.PixelCNNConfig(8, 1, sparse=2, block_size=4)
+    how = {"ema": 0.9, "log_every": 2, "eval_every": 4, "save_every": 1, "shard": shard}
+    settings = pixelcnn.PixelCNNSettings(6, model=model, batch=4, evaluated=4, **how)
+    return pixelcnn.trainer(settings, noise(4), run)
 
 
 def prune(run: Path, shard: bool = False) -> Trainer:

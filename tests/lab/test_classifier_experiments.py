@@ -16,7 +16,7 @@ from blocksparse_lab.experiments import classifiers
 from blocksparse_lab.experiments.classifiers import ClassifierExperiment
 from blocksparse_lab.experiments.experiment import Column
 from blocksparse_lab.recipes import mlp
-from blocksparse_lab.recipes.classify import Importance
+from blocksparse_lab.recipes.mlp import MLPSettings
 from blocksparse_lab.training.compare import Run
 from experiment_parts import cells, command
 from test_data_tables import write_madelon, write_points
@@ -25,12 +25,12 @@ from test_data_tables import write_madelon, write_points
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """Three nets on rows around a point of each of two classes."""
-    recipe = mlp.Recipe(hidden=(20, 20), epsilon=3, batch=16)
+    recipe = MLPSettings(hidden=(20, 20), epsilon=3, batch=16)
     experiment = ClassifierExperiment(
         about="Three tiny nets",
         data=write_points(tmp_path / "points.csv"),
         contenders={
-            name: classifiers.Contender(name, replace(recipe, epochs=epochs))
+            name: replace(recipe, method=name, epochs=epochs)
             for name, epochs in (("dense", 2), ("fixed", 3), ("set", 3))
         },
         seeds=(0, 1),
@@ -128,7 +128,7 @@ def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
 )
 def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue, at_work):
     fixed = table.contenders["fixed"]
-    wild = replace(fixed, recipe=replace(fixed.recipe, learning_rate=1e30))
+    wild = replace(fixed, learning_rate=1e30)
     contenders = {"dense": table.contenders["dense"], "wild": wild, "set": table.contenders["set"]}
     experiments.EXPERIMENTS["tiny"] = replace(table, contenders=contenders, seeds=(0,))
     _, runs, markdown = command(tmp_path, *queue)
@@ -145,11 +145,11 @@ def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue,
 
 def test_sparse_training_with_one_thing_changed(table, tmp_path):
     of = classifiers.EXPERIMENTS["sparse-madelon"]
-    recipe = replace(table.contenders["set"].recipe, epochs=3)
-    shrunk = {name: replace(one, recipe=replace(recipe, alpha=one.recipe.alpha)) for name, one in of.contenders.items()}
-    for name, one in shrunk.items():
-        if one.importance:
-            shrunk[name] = replace(one, importance=Importance(importance_from=1, importance_every=1))
+    recipe = replace(table.contenders["set"], epochs=3)
+    shrunk = {name: replace(recipe, method=one.method, alpha=one.alpha) for name, one in of.contenders.items()}
+    for name, one in of.contenders.items():
+        if one.importance_from is not None:
+            shrunk[name] = replace(shrunk[name], importance_from=1, importance_every=1)
     experiments.EXPERIMENTS["tiny"] = replace(table, contenders=shrunk)
     _, _, markdown = command(tmp_path)
     slopes, left, distances = (
@@ -201,10 +201,10 @@ def test_words_of_texts(tmp_path, monkeypatch):
     lines = [f"{'a good' if i % 2 else 'some bad'} film number {i},{i % 2}" for i in range(60)]
     (tmp_path / "films.csv").write_text("\n".join(["text,label", *lines]) + "\n")
     of = experiments.find("words-imdb")
-    assert sum(of.contenders["set"].recipe.hidden) + sum(classifiers.SIZES["imdb"]) == 1_000_000
+    assert sum(of.contenders["set"].hidden) + sum(classifiers.SIZES["imdb"]) == 1_000_000
     small = {"linear": (), "narrow": (4, 4), "fixed": (50, 50), "set": (50, 50)}
     contenders = {
-        name: replace(one, recipe=replace(one.recipe, hidden=small[name], epochs=4, batch=8, learning_rate=0.01))
+        name: replace(one, hidden=small[name], epochs=4, batch=8, learning_rate=0.01)
         for name, one in of.contenders.items()
     }
     tiny = replace(of, data=str(tmp_path / "films.csv"), contenders=contenders, seeds=(0,))
@@ -225,7 +225,7 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     chosen = experiments.find(name)
     assert list(chosen.contenders)[:5] == ["dense", "narrow", "shallow", "fixed", "set"]
     assert len(chosen.seeds) >= 3
-    recipe = chosen.contenders["set"].recipe
+    recipe = chosen.contenders["set"]
     inputs, classes = classifiers.SIZES[chosen.data]
 
     def density(epsilon):
@@ -236,12 +236,13 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     assert density(recipe.epsilon) < 0.05
     whole = sum(m * n for m, n in pairwise((inputs, *recipe.hidden, classes)))
     for one, own in (("narrow", classifiers.NARROW), ("shallow", classifiers.SHALLOW)):
-        dense = chosen.contenders[one].recipe
+        dense = chosen.contenders[one]
         weights = sum(m * n for m, n in pairwise((inputs, *dense.hidden, classes)))
         assert 0.96 * density(recipe.epsilon) < weights / whole <= density(recipe.epsilon)
-        assert replace(dense, hidden=recipe.hidden) == replace(recipe, **own.get(chosen.data, {}))
+        assert replace(dense, hidden=recipe.hidden) == replace(recipe, method="dense", **own.get(chosen.data, {}))
     assert name != "sparse-madelon" or density(recipe.epsilon + 1) > 0.05
-    assert recipe == chosen.contenders["fixed"].recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
-    dense = chosen.contenders["dense"].recipe
-    own = {"epochs", "learning_rate", "init"} if name == "sparse-cifar10" else set()
+    assert recipe == replace(chosen.contenders["fixed"], method="set")
+    assert recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
+    dense = chosen.contenders["dense"]
+    own = {"epochs", "learning_rate", "init", "method"} if name == "sparse-cifar10" else {"method"}
     assert {key for key, value in asdict(dense).items() if value != getattr(recipe, key)} == own

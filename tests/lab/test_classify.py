@@ -84,9 +84,9 @@ def test_the_figure_is_the_error_in_percent():
 
 def test_a_penalty_is_added_to_the_loss():
     for method in ("set", "dense"):
-        recipe = mlp.Recipe(hidden=(30, 30), epsilon=4, dropout=0.0, batch=16)
-        model = mlp.network(recipe, table(), method)
-        plain, penalized = (mlp.task(replace(recipe, l1=l1), model, table(), method) for l1 in (0.0, 0.5))
+        recipe = mlp.MLPSettings(method=method, hidden=(30, 30), epsilon=4, dropout=0.0, batch=16)
+        model = mlp.network(recipe, table())
+        plain, penalized = (mlp.task(replace(recipe, l1=l1), model, table()) for l1 in (0.0, 0.5))
         weight = model.layers[0].values if method == "set" else model.layers[0].weight
         torch.testing.assert_close(penalized.loss(0) - plain.loss(0), 0.5 * weight.abs().sum())
         penalized.loss(0).backward()

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from blocksparse_lab.cli.options import parse_sizes
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes import layouts, mlp
+from blocksparse_lab.recipes.mlp import MLPSettings
 from blocksparse_lab.training import compare
 from test_cli_train import error, killed_and_whole, run
 from test_data_tables import write_madelon
@@ -57,17 +59,17 @@ def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
     recipe = mlp.recipe_for(name)
     assert (recipe.epsilon, recipe.alpha, recipe.zeta, recipe.dropout) == (epsilon, alpha, 0.3, 0.3)
     data = Synthetic(features, rows=300, tested=3, classes=tuple("abcdefghij"[:classes]))
-    nets = {method: mlp.network(recipe, data, method) for method in ("set", "fixed", "rigl")}
+    nets = {method: mlp.network(replace(recipe, method=method), data) for method in ("set", "fixed", "rigl")}
     assert nets["set"].sizes == sizes
     # Fixed sparsity is that of SET's beginning.
     layouts = [[layer.layout for layer in net.layers] for net in nets.values()]
     assert layouts[0] == layouts[1] == layouts[2]
-    facts = mlp.facts(nets["set"])
+    facts = mlp.size_of(nets["set"])
     expected = sum(min(epsilon * (m + n), m * n) for m, n in pairwise(sizes))
     assert facts.connections == pytest.approx(expected, rel=0.02)
     assert facts.neurons == sum(sizes)
     made = mlp.task(recipe, nets["set"], data)
-    settings = mlp.settings(recipe, made)
+    settings = mlp.paced(recipe, made)
     assert (settings.optimizer, settings.momentum, settings.weight_decay) == ("sgd", 0.9, 2e-4)
     assert (settings.learning_rate, settings.warmup, settings.decay, settings.clip) == (0.01, 0, "none", 0)
     assert (made.batch, made.steps, made.topology.zeta) == (128, recipe.epochs * 2, 0.3)
@@ -75,7 +77,7 @@ def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
 
 def test_a_dense_net_of_the_same_shape():
     data = Synthetic(20, rows=16, tested=4)
-    facts = mlp.facts(mlp.network(mlp.Recipe(hidden=(30,)), data, "dense"))
+    facts = mlp.size_of(mlp.network(MLPSettings(method="dense", hidden=(30,)), data))
     assert (facts.density, facts.connections, facts.parameters) == (1, 660, 692)
 
 
@@ -87,7 +89,7 @@ def test_two_of_four_weights_of_each_layer_but_the_last(points, tmp_path):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["facts"]["connections"] == (12 * 40 + 40 * 30) // 2 + 30 * 3
     assert result["parameters"] == 12 * 40 + 40 * 30 + 30 * 3 + 73
-    model = mlp.network(mlp.Recipe(hidden=(40, 28)), Synthetic(12, rows=16, tested=4), "2:4")
+    model = mlp.network(MLPSettings(method="2:4", hidden=(40, 28)), Synthetic(12, rows=16, tested=4))
     for layer in list(model.layers)[:-1]:
         assert (layer.weight.view(layer.out_features, -1, 4) != 0).sum(-1).eq(2).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_a_run_and_its_report(tmp_path):
     for name, of in experiment.contenders.items():
         if name != "above 0.1":
             run = tmp_path / "runs" / f"{name}-0"
-            dcnn.trainer(graph, run, of.threshold, epochs=2, at_random=of.at_random).train()
+            dcnn.trainer(replace(of, epochs=2), graph, run).train()
     paths = experiments.write("diffusion-cora", experiment, tmp_path / "runs", tmp_path / "out")
     text = paths[1].read_text()
     assert "| entries of P^2 | " in text

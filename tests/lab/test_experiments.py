@@ -18,9 +18,9 @@ from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.experiments import language, queue, report
 from blocksparse_lab.experiments.experiment import folders
-from blocksparse_lab.experiments.language import Contender, LanguageExperiment
+from blocksparse_lab.experiments.language import LanguageContender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
-from blocksparse_lab.training.trainer import Settings
+from blocksparse_lab.recipes.charlm import CharLMSettings
 from experiment_parts import RESULTS, cells, command, refused
 
 
@@ -34,13 +34,13 @@ def tiny(tmp_path, monkeypatch):
         about="Two tiny models",
         text="python",
         contenders={
-            "dense": Contender(CharLMConfig(width=16, embedding=8), 0.01),
-            "wide": Contender(CharLMConfig(width=32, embedding=8, pattern="random", block_size=8, density=0.3), 0.01),
+            "dense": LanguageContender(CharLMConfig(width=16, embedding=8), 0.01),
+            "wide": LanguageContender(
+                CharLMConfig(width=32, embedding=8, pattern="random", block_size=8, density=0.3), 0.01
+            ),
         },
-        settings=Settings(steps=3, warmup=1, eval_every=2),
-        batch=4,
+        settings=CharLMSettings(steps=3, warmup=1, eval_every=2, batch=4, seq=8, evaluated=200),
         seq=8,
-        evaluated=200,
         seeds=(0, 1),
         reviews={str(reviews): None},
     )

@@ -22,10 +22,9 @@ from blocksparse_lab.experiments.experiment import FAILED
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifierConfig
 from blocksparse_lab.recipes import charlm, finetune
-from blocksparse_lab.recipes.finetune import Recipe, Rows
+from blocksparse_lab.recipes.finetune import FinetuneSettings, TextRows
 from blocksparse_lab.recipes.text_features import digest
-from blocksparse_lab.training.streams import Batches
-from blocksparse_lab.training.trainer import Callback, Interrupted, Settings
+from blocksparse_lab.training.trainer import Callback, Interrupted
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
@@ -38,7 +37,7 @@ KINDS = [
     replace(DENSE, projection=8),
     replace(SPARSE, cell="smallworld", stride=2, weight_norm=True),
 ]
-QUICK = Recipe(epochs=3, batch=8, longest=20, learning_rate=0.02)
+QUICK = FinetuneSettings(epochs=3, batch=8, longest=20, learning_rate=0.02)
 
 
 def opinions(count=64, seed=0):
@@ -90,7 +89,7 @@ def test_what_stands_after_a_text_has_no_gradient():
 
 
 def test_the_last_bytes_of_each_text_are_read():
-    rows = Rows(splits(), longest=9)
+    rows = TextRows(splits(), longest=9)
     text, labels = rows.take(np.array([5, 2]))
     assert labels.tolist() == [1, 0]
     for row, nth in zip(text.tolist(), (5, 2), strict=True):
@@ -121,8 +120,8 @@ def test_it_learns_and_is_found_again(tmp_path, config):
 
 
 def test_what_a_recipe_asks_for(tmp_path):
-    recipe = replace(QUICK, dropout=0.25, dtype="bfloat16", batch=4)
-    trainer = finetune.trainer(CharLM(SPARSE).double(), splits(), tmp_path, recipe, seed=7)
+    recipe = replace(QUICK, dropout=0.25, dtype="bfloat16", batch=4, seed=7)
+    trainer = finetune.trainer(CharLM(SPARSE).double(), splits(), tmp_path, recipe)
     model, settings, task = trainer.model, trainer.settings, trainer.task
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (model.dropout.p, model.config.dropout) == (0.25, 0.25)
@@ -143,7 +142,7 @@ def test_a_run_goes_on_only_with_the_same_texts():
         return other
 
     others = [replace(splits(), classes=("no", "yes")), *map(changed, ("train", "validation", "test"))]
-    digests = [Rows(of, 9).digest() for of in (splits(), *others)] + [Rows(splits(), 8).digest()]
+    digests = [TextRows(of, 9).digest() for of in (splits(), *others)] + [TextRows(splits(), 8).digest()]
     assert len({str(digest) for digest in digests}) == 6
 
 
@@ -199,13 +198,13 @@ def test_the_command(tmp_path):
     assert "20 texts to train on, 8 to choose with, 8 to test" in limited
     same = reviews.load(tmp_path / "opinions.csv", seed=3).limited(20, 3)
     config = json.loads((tmp_path / "quick" / "config.json").read_text())
-    assert config["task"]["data"] == Rows(same, 30).digest()
+    assert config["task"]["data"] == TextRows(same, 30).digest()
     assert config["settings"]["seed"] == 3
     run("train", "charlm", "--out", tmp_path / "other", *text, "--seed", "1")
     command[3] = tmp_path / "other"
     said = run(*command, "--out", tmp_path / "run", code=1)
     assert re.search(r"begun_with \w{16}, got .*begun_with \w{16}", said)
-    assert "seed: expected an int, 0 or more, got -1" in run(
+    assert "seed: expected an int, 0 or more and below 4294967296, got -1" in run(
         *command, "--out", tmp_path / "none", "--seed", "-1", code=1
     )
     run(
@@ -257,14 +256,12 @@ def beginnings(monkeypatch):
                 experiments.find("imdb-long").contenders.items(), (DENSE, SPARSE), strict=True
             )
         },
-        settings=Settings(steps=2, warmup=1),
-        batch=4,
+        settings=charlm.CharLMSettings(steps=2, warmup=1, batch=4, seq=8, evaluated=100),
         seq=8,
-        evaluated=100,
         reviews={},
     )
     of = experiments.find("imdb-finetuned")
-    contenders = {name: replace(one, recipe=QUICK) for name, one in of.contenders.items()}
+    contenders = {name: replace(one, settings=QUICK) for name, one in of.contenders.items()}
     of = replace(of, contenders=contenders, seeds=(0, 1))
     monkeypatch.setitem(finetuning.LANGUAGE, "imdb-long", small)
 
@@ -333,9 +330,9 @@ def test_runs_without_a_test_are_missing_and_those_that_cannot_begin_are_left_ou
     of.probe(trainer.run)
     assert "dense-0" not in missing()
     # A run of another net in the place of the one that is wanted.
-    other = replace(DENSE, width=16)
     text = texts.split(b"abc " * 99, 8, name="abc", held_out=0.1)
-    charlm.trainer(other, text, tmp_path / "imdb-long" / "dense-1", Settings(steps=1, warmup=0), Batches(4, 8)).train()
+    other = charlm.CharLMSettings(steps=1, warmup=0, batch=4, seq=8, model=replace(DENSE, width=16))
+    charlm.trainer(other, text, tmp_path / "imdb-long" / "dense-1").train()
     with pytest.raises(BlockSparseError, match=r"expected a run of imdb-long, of .*width=24.*, got .*width=16"):
         of.trainer("dense", 1, runs / "dense-1", splits())
 
@@ -352,12 +349,15 @@ def test_bad_input(tmp_path):
         (lambda: model([[3, 4]]), "text: expected integers .*, got list"),
         (lambda: model(torch.ones(1, 2)), "text: expected integers .*, got torch.float32"),
         (lambda: TextClassifier.of(model.reader), "reader: expected a language model with its outlet"),
-        (lambda: Recipe(longest=0), "longest: expected an int, 1 or more"),
-        (lambda: Recipe(batch="8"), "batch: expected an int, 1 or more, got '8'"),
-        (lambda: Recipe(dropout=None), "dropout: expected a finite number"),
+        (lambda: FinetuneSettings(longest=0), "longest: expected an int, 1 or more"),
+        (lambda: FinetuneSettings(batch="8"), "batch: expected an int, 1 or more, got '8'"),
+        (lambda: FinetuneSettings(dropout=None), "dropout: expected a finite number"),
         (lambda: TextClassifierConfig(classes=1), "classes: expected an int, 2 or more"),
         (lambda: TextClassifierConfig(dropout=2), "dropout: expected a number"),
-        (lambda: finetune.trainer(CharLM(DENSE), splits(), tmp_path, Recipe(batch=99)), "batch: expected an int"),
+        (
+            lambda: finetune.trainer(CharLM(DENSE), splits(), tmp_path, replace(QUICK, batch=99)),
+            "batch: expected an int",
+        ),
         (lambda: finetune.load(tmp_path), "last.safetensors"),
     ]:
         with pytest.raises(BlockSparseError, match=message):

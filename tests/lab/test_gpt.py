@@ -14,7 +14,7 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
-from blocksparse_lab.experiments.transformers import Contender, TransformerExperiment
+from blocksparse_lab.experiments.transformers import TransformerContender, TransformerExperiment
 from blocksparse_lab.models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
 from blocksparse_lab.recipes import charlm, gpt, language_model
 from blocksparse_lab.recipes.gpt import GPTTask
@@ -22,12 +22,10 @@ from blocksparse_lab.recipes.layouts import distances, read
 from blocksparse_lab.recipes.prune import Pruning
 from blocksparse_lab.training import compare
 from blocksparse_lab.training.running_means import follow
-from blocksparse_lab.training.streams import Batches
-from blocksparse_lab.training.trainer import Settings
 
 DENSE = GPTConfig(width=32, layers=2, heads=2, context=16)
 SPARSE = replace(DENSE, density=0.3, block_size=8)
-SETTINGS = Settings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3)
+SETTINGS = gpt.GPTSettings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3, batch=4)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
@@ -146,10 +144,10 @@ def test_an_evaluation_predicts_each_byte_once_from_half_a_context(length, conte
 @pytest.mark.parametrize(("method", "ema"), [("fixed", 0.0), ("rigl", 0.5)])
 def test_a_run_that_stopped_ends_with_the_same_bits(method, ema, tmp_path, monkeypatch):
     monkeypatch.setattr(gpt, "EVERY", 2)
-    settings = replace(SETTINGS, ema=ema)
+    settings = replace(SETTINGS, ema=ema, model=replace(SPARSE, method=method))
 
     def trainer(folder):
-        return gpt.trainer(replace(SPARSE, method=method), corpus(), folder, settings, Batches(batch=4))
+        return gpt.trainer(settings, corpus(), folder)
 
     whole = trainer(tmp_path / "whole")
     begun = [layer.mlp[0].layout for layer in GPT(SPARSE).layers]
@@ -174,8 +172,8 @@ def test_a_run_that_stopped_ends_with_the_same_bits(method, ema, tmp_path, monke
 
 
 def test_blocks_move_in_the_first_three_quarters_of_a_run_however_short(tmp_path):
-    settings = replace(SETTINGS, steps=40)
-    trainer = gpt.trainer(replace(SPARSE, method="rigl"), corpus(), tmp_path, settings, Batches(batch=4))
+    settings = replace(SETTINGS, steps=40, model=replace(SPARSE, method="rigl"))
+    trainer = gpt.trainer(settings, corpus(), tmp_path)
     layouts = [trainer.model.layers[0].mlp[0].layout for _ in trainer.steps()]
     moved = [step for step, (before, after) in enumerate(pairwise(layouts), 2) if before != after]
     assert len(moved) > 5
@@ -217,19 +215,19 @@ def test_an_evaluation_sees_little_more_at_once_than_a_step():
 
 
 def test_it_learns(tmp_path):
-    trainer = gpt.trainer(SPARSE, corpus(20_000), tmp_path, replace(SETTINGS, steps=60, eval_every=0))
+    trainer = gpt.trainer(replace(SETTINGS, steps=60, eval_every=0, batch=64, model=SPARSE), corpus(20_000), tmp_path)
     assert trainer.train()["held_out"] < 5
 
 
 def test_a_recurrent_run_is_no_transformer(tmp_path):
-    gpt.trainer(DENSE, corpus(), tmp_path, replace(SETTINGS, steps=1), Batches(batch=4)).train()
+    gpt.trainer(replace(SETTINGS, steps=1, model=DENSE), corpus(), tmp_path).train()
     with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got gpt"):
         charlm.load(tmp_path)
 
 
 @pytest.mark.parametrize("lie", [{"seed": "x"}, {"seed": 2**70}, {"width": 2**40}, {"heads": 5}, {"density": None}])
 def test_a_checkpoint_that_lies_about_its_model(lie, tmp_path):
-    gpt.trainer(SPARSE, corpus(), tmp_path, replace(SETTINGS, steps=1), Batches(batch=4)).train()
+    gpt.trainer(replace(SETTINGS, steps=1, model=SPARSE), corpus(), tmp_path).train()
     tensors, about = checkpoint.load(tmp_path / "last.safetensors")
     about["task"]["model"] |= lie
     checkpoint.save(tmp_path / "last.safetensors", tensors, about)
@@ -276,14 +274,12 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
         about="Tiny transformers",
         text="python",
         contenders={
-            "dense": Contender(DENSE, 0.01),
-            "RigL": Contender(replace(SPARSE, method="rigl"), 0.01),
-            "dense to sparse": Contender(SPARSE, 0.01, Pruning("gradual", 0.3, block_size=8, search=0.25)),
+            "dense": TransformerContender(DENSE, 0.01),
+            "RigL": TransformerContender(replace(SPARSE, method="rigl"), 0.01),
+            "dense to sparse": TransformerContender(SPARSE, 0.01, Pruning("gradual", 0.3, block_size=8, search=0.25)),
         },
-        settings=replace(SETTINGS, eval_every=2),
-        batch=4,
+        settings=replace(SETTINGS, eval_every=2, evaluated=200),
         seq=16,
-        evaluated=200,
         seeds=(0,),
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)

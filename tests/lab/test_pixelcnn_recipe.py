@@ -16,7 +16,7 @@ from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models import logistic_mixture
 from blocksparse_lab.recipes import pixelcnn
-from blocksparse_lab.recipes.pixelcnn import Network
+from blocksparse_lab.recipes.pixelcnn import PixelCNNConfig, PixelCNNSettings
 from blocksparse_lab.training.run_log import read
 from blocksparse_lab.training.trainer import Callback, Interrupted
 from targets import pixelcnn as pixelcnn_bench
@@ -24,7 +24,7 @@ from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
-SMALL = Network(filters=8, resnets=1, mixtures=2, sparse=2, depth=2)
+SMALL = PixelCNNConfig(filters=8, resnets=1, mixtures=2, sparse=2, depth=2)
 
 
 def draw(n=24, channels=3, size=8):
@@ -36,7 +36,8 @@ def draw(n=24, channels=3, size=8):
 
 
 def settings(steps=8, **other):
-    return pixelcnn.settings(steps, **({"learning_rate": 0.003, "warmup": 10, "ema": 0.9, "log_every": 2} | other))
+    usual = {"learning_rate": 0.003, "warmup": 10, "ema": 0.9, "log_every": 2, "model": SMALL}
+    return PixelCNNSettings(steps, **usual | other)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -44,8 +45,8 @@ def settings(steps=8, **other):
 
 def test_it_learns(tmp_path):
     torch.manual_seed(0)
-    dense = Network(8, 1, mixtures=2, dropout=0.1)
-    result = pixelcnn.trainer(dense, draw(n=64), tmp_path, settings(24, eval_every=8), batch=16).train()
+    dense = PixelCNNConfig(8, 1, mixtures=2, dropout=0.1)
+    result = pixelcnn.trainer(settings(24, eval_every=8, model=dense), draw(n=64), tmp_path).train()
     found = [line["held_out"] for line in read(tmp_path) if "held_out" in line]
     assert found == sorted(found, reverse=True)
     assert result["unit"] == "bits per dimension"
@@ -55,7 +56,7 @@ def test_it_learns(tmp_path):
 
 def test_an_evaluation_is_the_mean_of_log_prob(tmp_path):
     data = draw()
-    task = pixelcnn.trainer(SMALL, data, tmp_path, settings(), batch=3, evaluated=5).task
+    task = pixelcnn.trainer(settings(batch=3, evaluated=5), data, tmp_path).task
     x = logistic_mixture.scaled(data.test[:5])
     with torch.no_grad():
         model = task.model.eval()
@@ -71,12 +72,12 @@ class Stops(Callback):
 
 
 def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
-    data, how = draw(n=12), settings(6, save_every=2)
-    whole = pixelcnn.trainer(SMALL, data, tmp_path / "whole", how, batch=4)
+    data, how = draw(n=12), settings(6, save_every=2, batch=4)
+    whole = pixelcnn.trainer(how, data, tmp_path / "whole")
     result = whole.train()
     with pytest.raises(Interrupted):
-        pixelcnn.trainer(SMALL, data, tmp_path / "stopped", how, batch=4).train(Stops())
-    again = pixelcnn.trainer(SMALL, data, tmp_path / "stopped", how, batch=4)
+        pixelcnn.trainer(how, data, tmp_path / "stopped").train(Stops())
+    again = pixelcnn.trainer(how, data, tmp_path / "stopped")
     assert again.train()["held_out"] == result["held_out"]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name
@@ -89,9 +90,7 @@ def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
 def test_every_image_is_there_once_in_an_epoch(tmp_path):
     data = draw(n=20)
     data.train[:] = torch.arange(20, dtype=torch.uint8).view(-1, 1, 1, 1)
-    task, same, other = (
-        pixelcnn.trainer(SMALL, data, tmp_path, settings(seed=seed), batch=5).task for seed in (0, 0, 1)
-    )
+    task, same, other = (pixelcnn.trainer(settings(seed=seed, batch=5), data, tmp_path).task for seed in (0, 0, 1))
     epochs = [[logistic_mixture.levels(task.take(e * 4 + i))[:, 0, 0, 0] for i in range(4)] for e in range(2)]
     first, second = (torch.cat(epoch) for epoch in epochs)
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(20))
@@ -116,11 +115,14 @@ def by_the_whole(model, count, height, width, seed):
 
 @pytest.mark.parametrize(
     ("channels", "network"),
-    [(3, Network(8, 1, mixtures=2, sparse=2)), pytest.param(1, Network(8, 1, mixtures=2), marks=pytest.mark.full)],
+    [
+        (3, PixelCNNConfig(8, 1, mixtures=2, sparse=2)),
+        pytest.param(1, PixelCNNConfig(8, 1, mixtures=2), marks=pytest.mark.full),
+    ],
 )
 @torch.no_grad()
 def test_samples_are_those_of_the_whole_image(channels, network):
-    model = network.made(channels).eval()
+    model = network.build(channels).eval()
     model.initialise(torch.rand(4, channels, 12, 4) * 2 - 1)
     told = []
     found = pixelcnn.sample(model, 2, 12, 4, seed=4, progress=lambda done, of: told.append((done, of)))
@@ -130,7 +132,7 @@ def test_samples_are_those_of_the_whole_image(channels, network):
 
 
 def test_the_layers_compute_four_rows_of_a_sample():
-    model, rows = Network(8, 1).made(1).eval(), []
+    model, rows = PixelCNNConfig(8, 1).build(1).eval(), []
     model.out.register_forward_hook(lambda *got: rows.append(got[1][0].shape[2]))
     pixelcnn.sample(model, 1, 8, 4)
     assert rows == [4] * (8 * 4 + 2)
@@ -205,7 +207,7 @@ def test_sparse_contenders_have_about_the_parameters_of_the_dense_one():
 
 def parameters(network):
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in network.made(3).parameters())
+        return sum(parameter.numel() for parameter in network.build(3).parameters())
 
 
 def test_the_benchmark_in_small():
@@ -221,24 +223,24 @@ def test_the_benchmark_in_small():
 
 def test_bad_input(tmp_path):
     data = draw()
-    pixelcnn.trainer(SMALL, data, tmp_path / "run", settings(1), batch=8).train()
+    pixelcnn.trainer(settings(1, batch=8), data, tmp_path / "run").train()
 
-    def trainer(images=data, where="other", network=SMALL, **options):
-        return pixelcnn.trainer(network, images, tmp_path / where, settings(1), **({"batch": 8} | options))
+    def trainer(images=data, where="other", **options):
+        return pixelcnn.trainer(settings(1, **{"batch": 8} | options), images, tmp_path / where)
 
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((tmp_path / "run" / "last.safetensors").read_bytes()[:1000])
     other = tmp_path / "mlp.safetensors"
     checkpoint.save(other, {"x": torch.zeros(1)}, {"task": {"kind": "classify"}})
-    model = SMALL.made(3)
+    model = SMALL.build(3)
     for call, message in [
         (lambda: trainer(draw(size=6)), "dusk: expected images of height and width divisible by 4"),
         (lambda: trainer(batch=25), "batch: expected an int from 1 to the images to train on, 24"),
         (lambda: trainer(batch=0), "batch: expected an int from 1"),
         (lambda: trainer(evaluated=9), "evaluated: expected an int from 0, for all, to the test images, 8"),
-        (lambda: trainer(network=replace(SMALL, sparse=3)), "sparse: expected groups that divide 8 filters"),
+        (lambda: trainer(model=replace(SMALL, sparse=3)), "sparse: expected groups that divide 8 filters"),
         (
-            lambda: trainer(where="run", network=replace(SMALL, depth=1)).train(),
+            lambda: trainer(where="run", model=replace(SMALL, depth=1)).train(),
             "expected what the run there was begun",
         ),
         (lambda: pixelcnn.load(tmp_path), "checkpoint: expected a file"),

@@ -17,7 +17,7 @@ from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models.resnet import ResNet
 from blocksparse_lab.recipes import resnet
-from blocksparse_lab.recipes.resnet import Recipe, Rows, augmented
+from blocksparse_lab.recipes.resnet import ImageRows, ResNetSettings, augmented
 from blocksparse_lab.recipes.shifts import all_shifts, consistency
 from blocksparse_lab.training.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
@@ -25,7 +25,7 @@ from test_data_tables import write_cifar10
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 # Eight channels: with fewer, PyTorch 2.13 writes past the gradient of strided 1x1 weights on CPUs without AVX-512.
-SMALL = Recipe(width=8, blocks=(1, 1), block_size=4, epochs=2, batch=8)
+SMALL = ResNetSettings(width=8, blocks=(1, 1), block_size=4, epochs=2, batch=8)
 
 
 def draw(n=32, channels=3, size=8):
@@ -43,7 +43,7 @@ def draw(n=32, channels=3, size=8):
 def test_channels_are_standardised():
     data = draw(n=50)
     data.train[:, 1] = 7  # one that never varies
-    rows, labels = Rows(data).take(np.arange(50))
+    rows, labels = ImageRows(data).take(np.arange(50))
     expected = data.train.double()
     expected = (expected - expected.mean((0, 2, 3), keepdim=True)) / expected.std((0, 2, 3), correction=0)[
         :, None, None
@@ -52,8 +52,8 @@ def test_channels_are_standardised():
     torch.testing.assert_close(rows, expected.float(), atol=1e-5, rtol=1e-5)
     assert rows.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(labels, data.train_labels)
-    held_out = torch.cat([part for part, _ in Rows(data).held_out(3)])
-    assert torch.equal(held_out, Rows(data).standardised(data.test))
+    held_out = torch.cat([part for part, _ in ImageRows(data).held_out(3)])
+    assert torch.equal(held_out, ImageRows(data).standardised(data.test))
 
 
 def test_images_are_moved_and_mirrored():
@@ -105,8 +105,9 @@ def test_consistency_is_that_of_two_shifts():
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [SMALL, Recipe(width=8, blocks=(1, 1), downsample="aps", density=0.5, block_size=4,
-                                                   epochs=3, batch=8)], ids=["stride", "aps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe", [SMALL, replace(SMALL, downsample="aps", density=0.5, epochs=3)], ids=["stride", "aps"]
+)
 def test_it_learns(recipe, tmp_path):
     torch.manual_seed(0)
     data = draw(n=128)
@@ -142,7 +143,7 @@ def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
 
 def test_seeds_tell_runs_apart(tmp_path):
     data = draw()
-    one, same, other = (resnet.trainer(SMALL, data, tmp_path, seed).task for seed in (0, 0, 1))
+    one, same, other = (resnet.trainer(replace(SMALL, seed=seed), data, tmp_path).task for seed in (0, 0, 1))
     assert torch.equal(one.take(5)[0], same.take(5)[0])
     assert not torch.equal(one.take(5)[0], other.take(5)[0])
     assert not torch.equal(one.model.stem.weight, other.model.stem.weight)
@@ -219,12 +220,12 @@ def test_bad_input(tmp_path):
     data = draw(size=6)
     for call, message in [
         (
-            lambda: resnet.trainer(Recipe(blocks=(1, 1, 1), width=4), data, tmp_path),
+            lambda: resnet.trainer(ResNetSettings(blocks=(1, 1, 1), width=4), data, tmp_path),
             "crosses: expected images whose sides divide by 4, to be halved between 3 stages, got 6 x 6",
         ),
-        (lambda: resnet.trainer(Recipe(blocks=()), data, tmp_path), "blocks: expected one or more in each"),
-        (lambda: resnet.trainer(Recipe(blocks=(1,), epochs=0), data, tmp_path), "epochs: expected a positive int"),
-        (lambda: resnet.trainer(Recipe(blocks=(1,), batch=99), data, tmp_path), "batch: expected an int from 1 to the"),
+        (lambda: resnet.trainer(ResNetSettings(blocks=()), data, tmp_path), "blocks: expected one or more in each"),
+        (lambda: resnet.trainer(replace(SMALL, epochs=0), data, tmp_path), "epochs: expected a positive int"),
+        (lambda: resnet.trainer(replace(SMALL, batch=99), data, tmp_path), "batch: expected an int from 1 to the"),
         (lambda: resnet.load(tmp_path), "last.safetensors"),
         (lambda: resnet.shifted(tmp_path, data, 9), "shifted: expected an int from 1 to the images to test on, 8"),
         (

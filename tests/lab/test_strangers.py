@@ -47,7 +47,7 @@ def model_of(kind, cell="lstm"):
     """A small model of a kind, which no test changes."""
     if kind == "charlm":
         return CharLM(CharLMConfig(**CONFIG | {"cell": cell}))
-    return pixelcnn.Network(**PIXELS).made(1) if kind == "pixelcnn" else resnet._network(RESNET)
+    return pixelcnn.PixelCNNConfig(**PIXELS).build(1) if kind == "pixelcnn" else resnet._network(RESNET)
 
 
 def charlm_run(folder, **changes):
@@ -119,7 +119,7 @@ def test_images_of_no_size(shape, tmp_path):
 
 @pytest.mark.parametrize("model", [None, {}, {"sizes": None}, {"sizes": [10**9]}, {"sizes": ["7"]}, {"sizes": [-1]}])
 def test_layouts_of_a_net_without_its_sizes(model, tmp_path):
-    net = mlp.network(mlp.Recipe(hidden=(20, 20), epsilon=2), mlp_data())
+    net = mlp.network(mlp.MLPSettings(hidden=(20, 20), epsilon=2), mlp_data())
     run = saved(tmp_path / "run", net, {"kind": "classify", "model": model})
     with pytest.raises(BlockSparseError):
         layouts.read(run)
@@ -297,10 +297,10 @@ def test_other_models_that_find_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
     noise = torch.zeros(8, 1, 8, 8, dtype=torch.uint8)
     for make in (
-        lambda: mlp.network(mlp.Recipe(hidden=(10**5, 10**5)), mlp_data()),
-        lambda: mlp.network(mlp.Recipe(hidden=(10**4, 10**4)), mlp_data(), "dense"),
-        lambda: pixelcnn.Network(filters=10**6).made(1),
-        lambda: resnet.trainer(resnet.Recipe(width=10**6), images(noise), tmp_path / "run"),
+        lambda: mlp.network(mlp.MLPSettings(hidden=(10**5, 10**5)), mlp_data()),
+        lambda: mlp.network(mlp.MLPSettings(method="dense", hidden=(10**4, 10**4)), mlp_data()),
+        lambda: pixelcnn.PixelCNNConfig(filters=10**6).build(1),
+        lambda: resnet.trainer(resnet.ResNetSettings(width=10**6), images(noise), tmp_path / "run"),
     ):
         with pytest.raises(BlockSparseError, match=r"expected a model that trains in the 0\.0 GB there are"):
             make()

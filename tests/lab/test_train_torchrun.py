@@ -23,8 +23,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--mo
 
 def without_dropout(run):
     """SET on an MLP; dropout draws others in each process."""
-    recipe = mlp.Recipe(hidden=(48, 48), epsilon=4, epochs=8, batch=16, dropout=0.0)
-    return kill_runs.often(mlp.trainer(recipe, Synthetic(features=40, rows=64, tested=20), run, "set"))
+    settings = mlp.MLPSettings(hidden=(48, 48), epsilon=4, epochs=8, batch=16, dropout=0.0)
+    return kill_runs.often(mlp.trainer(settings, Synthetic(features=40, rows=64, tested=20), run))
 
 
 def trained(kind, run, until=None):

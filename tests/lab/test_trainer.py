@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -362,6 +362,30 @@ def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, t
         Trainer(Walk(), tmp_path, replace(SETTINGS, optimizer="sgd")).train()
     Trainer(Walk(), tmp_path, SETTINGS).train()
     assert_same(tmp_path, whole)
+
+
+@dataclass(frozen=True)
+class WalkSettings(Settings):
+    """Settings of a recipe, with a field of its own."""
+
+    stride: int = 1
+
+
+def test_the_settings_of_a_recipe_identify_its_run(tmp_path):
+    """All are saved. A run of an older version has only those that all runs share, and resumes."""
+    settings = WalkSettings(**asdict(SETTINGS), stride=3)
+    Trainer(Walk(), tmp_path, settings).train()
+    saved = json.loads((tmp_path / "config.json").read_text())["settings"]
+    assert saved == json.loads(json.dumps(asdict(settings)))
+    with pytest.raises(BlockSparseError, match="begun with: stride 3, got stride 2; take a new folder"):
+        Trainer(Walk(), tmp_path, replace(settings, stride=2)).train()
+    values, about = checkpoint.load(tmp_path / "last.safetensors")
+    del about["settings"]["stride"]
+    checkpoint.save(tmp_path / "last.safetensors", values, about)
+    Trainer(Walk(), tmp_path, replace(settings, steps=30, decay=SETTINGS.decay)).train()
+    assert checkpoint.about(tmp_path / "last.safetensors")["settings"]["stride"] == 3
+    with pytest.raises(BlockSparseError, match="begun with: warmup 4, got warmup 5; take a new folder"):
+        Trainer(Walk(), tmp_path, replace(settings, steps=30, warmup=5)).train()
 
 
 def test_a_finished_run_is_extended(tmp_path):

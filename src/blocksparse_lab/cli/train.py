@@ -28,7 +28,6 @@ from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
 from ..training.parallel import Parallel
 from ..training.settings import Settings
-from ..training.streams import Batches
 from .options import DataDir, Device, Given, Run, parse_count, with_options
 from .progress import console, show
 from .terminal import plural, stages
@@ -38,7 +37,7 @@ train = typer.Typer(
 )
 
 S = TypeVar("S", bound=Settings)
-Seed = Annotated[int, typer.Option(help="Of layouts, weights, order and whatever is drawn.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 TextFile = Annotated[Path | None, typer.Option(help="Train on this file.")]
 TextName = Annotated[str | None, typer.Option(help="Or on a text by name: enwik8, text8, imdb, python, ...")]
 HeldOut = Annotated[float, typer.Option(help="Part of the text, its tail, to evaluate on.")]
@@ -73,8 +72,7 @@ def charlm(
     ] = None,
     params: Annotated[str | None, typer.Option(help="Or this many parameters, as 800k: finds the width.")] = None,
     model: Annotated[dict[str, Any], CharLMConfig],
-    how: charlm_recipe.CharLMSettings,
-    batches: Batches,
+    how: Annotated[dict[str, Any], charlm_recipe.CharLMSettings],
     parallel: Parallel,
 ) -> None:
     """A language model of bytes: the next byte from all before, dense or block-sparse.
@@ -90,8 +88,9 @@ def charlm(
         wanted = parse_count(params)
         mlp_recipe.check_room(f"params {wanted:,}", wanted)
         config = width_for(config, wanted)
-    parts = _parts(text, data, data_dir, batches.seq, held_out)
-    trainer = charlm_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
+    settings = _paced(charlm_recipe.CharLMSettings(model=config, **how), parallel)
+    parts = _parts(text, data, data_dir, settings.seq, held_out)
+    trainer = charlm_recipe.trainer(settings, parts, out)
     facts = trainer.facts
     show(
         console(),
@@ -114,17 +113,17 @@ def gpt(
     data_dir: DataDir = None,
     held_out: HeldOut = 0.1,
     model: Annotated[dict[str, Any], GPTConfig],
-    how: charlm_recipe.CharLMSettings,
-    batches: Batches,
+    how: Annotated[dict[str, Any], gpt_recipe.GPTSettings],
+    seq: Annotated[int, typer.Option(help="Bytes of each stream per step, and of the context.")] = 128,
     parallel: Parallel,
 ) -> None:
     """A transformer of bytes: the next byte from those before it in a window of --seq, dense or block-sparse.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
-    config = GPTConfig(**model, context=integer("seq", batches.seq, 1))
-    parts = _parts(text, data, data_dir, batches.seq, held_out)
-    trainer = gpt_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
+    config = GPTConfig(**model, context=integer("seq", seq, 1))
+    parts = _parts(text, data, data_dir, seq, held_out)
+    trainer = gpt_recipe.trainer(_paced(gpt_recipe.GPTSettings(model=config, **how), parallel), parts, out)
     facts = trainer.facts
     sparse = f"density {facts['density']:.3g} in blocks of {config.block_size}, {config.method}"
     show(
@@ -153,10 +152,9 @@ def mlp(
     ] = None,
     rows: Annotated[int, typer.Option(help="Of --neurons: synthetic rows to train on.")] = 512,
     method: Annotated[str, typer.Option(help="set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")] = "set",
-    given: Annotated[dict[str, Any], Given(mlp_recipe.Recipe)],
-    importance: mlp_recipe.Importance,
     device: Device = "cpu",
     seed: Seed = 0,
+    given: Annotated[dict[str, Any], Given(mlp_recipe.MLPSettings)],
     parallel: Parallel,
 ) -> None:
     """A truly sparse network on a table, by the recipe of the papers for it: nothing dense is ever stored.
@@ -177,8 +175,8 @@ def mlp(
     else:
         table = tables.load(str(data), data_dir)
         recipe = mlp_recipe.recipe_for(str(data), table.rows)
-    recipe = replace(recipe, **given)
-    trainer = mlp_recipe.trainer(recipe, table, out, method, seed, device, importance, parallel.shard)
+    recipe = replace(recipe, **given, shard=parallel.shard)
+    trainer = mlp_recipe.trainer(recipe, table, out)
     facts, sizes = trainer.facts, trainer.task.about()["model"]["sizes"]
     show(
         console(),
@@ -199,9 +197,8 @@ def pixelcnn(
     out: Run,
     data: ImageData = "cifar10",
     data_dir: DataDir = None,
-    network: pixelcnn_recipe.SmallNetwork,
-    how: pixelcnn_recipe.PixelSettings,
-    batches: pixelcnn_recipe.Batches,
+    model: pixelcnn_recipe.SmallPixelCNNConfig,
+    how: Annotated[dict[str, Any], pixelcnn_recipe.PixelCNNSettings],
     parallel: Parallel,
 ) -> None:
     """PixelCNN++: images pixel by pixel, each from all before it; dense, or sparse in its channels and deeper.
@@ -211,13 +208,14 @@ def pixelcnn(
     from ..data import images
 
     loaded = images.load(data, data_dir)
-    trainer = pixelcnn_recipe.trainer(network, loaded, out, _paced(how, parallel), batches.batch, batches.evaluated)
-    wired = "dense" if network.sparse is None else f"{network.sparse} groups of channels"
-    wired += "" if network.block_size is None else f" in blocks of {network.block_size}"
+    settings = _paced(pixelcnn_recipe.PixelCNNSettings(model=model, **how), parallel)
+    trainer = pixelcnn_recipe.trainer(settings, loaded, out)
+    wired = "dense" if model.sparse is None else f"{model.sparse} groups of channels"
+    wired += "" if model.block_size is None else f" in blocks of {model.block_size}"
     show(
         console(),
         trainer,
-        f"[bold]PixelCNN++, {wired}[/], {network.filters} filters, {network.resnets * network.depth} deep",
+        f"[bold]PixelCNN++, {wired}[/], {model.filters} filters, {model.resnets * model.depth} deep",
         f"{trainer.facts['parameters']:,} parameters; {data}: {len(loaded.train):,} images to train on, "
         f"{trainer.facts['tested']:,} to test on",
     )
@@ -231,10 +229,8 @@ def resnet(
     out: Run,
     data: ImageData = "cifar10",
     data_dir: DataDir = None,
-    recipe: resnet_recipe.Recipe,
-    shifted: Annotated[int, typer.Option(help="Test images to see at all of their circular shifts; 0: none.")] = 64,
-    device: Device = "cpu",
-    seed: Seed = 0,
+    settings: resnet_recipe.ResNetSettings,
+    shifted: Annotated[int, typer.Option(help="Test images to evaluate at all of their circular shifts.")] = 64,
     parallel: Parallel,
 ) -> None:
     """A residual network on small images, with strides or blind to circular shifts: its error and its consistency.
@@ -249,15 +245,16 @@ def resnet(
     loaded = images.load(data, data_dir)
     if shifted:
         resnet_recipe.check_shifted(shifted, loaded)  # said now, not after the training
-    trainer = resnet_recipe.trainer(recipe, loaded, out, seed, device, parallel.shard)
-    channels = "-".join(str(recipe.width << stage) for stage in range(len(recipe.blocks)))
-    sparse = "" if recipe.density is None else f", density {recipe.density:g} in blocks of {recipe.block_size}"
+    trainer = resnet_recipe.trainer(replace(settings, shard=parallel.shard), loaded, out)
+    s = settings
+    channels = "-".join(str(s.width << stage) for stage in range(len(s.blocks)))
+    sparse = "" if s.density is None else f", density {s.density:g} in blocks of {s.block_size}"
     show(
         out_console,
         trainer,
-        f"[bold]resnet, {recipe.downsample}[/], {channels} channels{sparse}",
+        f"[bold]resnet, {s.downsample}[/], {channels} channels{sparse}",
         f"{trainer.facts['parameters']:,} parameters; {data}: {len(loaded.train):,} images to train on, "
-        f"{len(loaded.test):,} to test on; {plural(recipe.epochs, 'epoch')}",
+        f"{len(loaded.test):,} to test on; {plural(s.epochs, 'epoch')}",
     )
     if not shifted or not parallel.first:
         return
@@ -281,9 +278,7 @@ def sentiment(
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "imdb",
     data_dir: DataDir = None,
     limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
-    recipe: finetune_recipe.Recipe,
-    device: Device = "cpu",
-    seed: Seed = 0,
+    settings: finetune_recipe.FinetuneSettings,
     parallel: Parallel,
 ) -> None:
     """A language model of bytes, trained further to tell two classes of texts apart, end to end.
@@ -295,10 +290,12 @@ def sentiment(
 
     reader = charlm_recipe.load(model)
     with stages(console()) as tell:
-        splits = reviews.load(data, data_dir, seed, lambda done, total: tell(f"downloading {data}", done, total))
-    splits = splits if limit is None else splits.limited(limit, seed)
+        splits = reviews.load(
+            data, data_dir, settings.seed, lambda done, total: tell(f"downloading {data}", done, total)
+        )
+    splits = splits if limit is None else splits.limited(limit, settings.seed)
     weights = digest(model / "last.safetensors" if model.is_dir() else model)
-    trainer = finetune_recipe.trainer(reader, splits, out, recipe, seed, device, parallel.shard, weights)
+    trainer = finetune_recipe.trainer(reader, splits, out, replace(settings, shard=parallel.shard), weights)
     out_console = console()
     pruned = reader.config.pattern == "dense" and any(isinstance(of, BlockSparseModule) for of in reader.modules())
     sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
@@ -307,14 +304,14 @@ def sentiment(
         trainer,
         f"[bold]{_named(reader.config)}{', made sparse' * pruned}[/], width {reader.config.width:,}, of "
         + escape(str(model)),
-        f"{trainer.facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
+        f"{trainer.facts['parameters']:,} parameters; the last {settings.longest:,} bytes of a text at most",
         escape(f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: ")
         + "{:,} texts to train on, {:,} to choose with, {:,} to test".format(*sizes),
     )
     if not parallel.first:
         return
     with stages(out_console) as tell:
-        error = finetune_recipe.evaluate(out, splits, device, lambda done, of: tell("testing", done, of))
+        error = finetune_recipe.evaluate(out, splits, settings.device, lambda done, of: tell("testing", done, of))
     out_console.print(f"test error [bold]{error:.2f} %[/] of {plural(sizes[2], 'text')}", highlight=False)
 
 

@@ -21,7 +21,7 @@ from ..data import reviews, tables
 from ..data.ngrams import FEATURES, Ngrams
 from ..data.table import Table
 from ..recipes import layouts, mlp
-from ..recipes.classify import Importance
+from ..recipes.mlp import MLPSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
@@ -39,15 +39,6 @@ TOPOLOGIES = {
 }
 
 
-@dataclass(frozen=True)
-class Contender:
-    """How a net gets its topology, a name of `mlp.METHODS`, and further settings of the net and its training."""
-
-    method: str
-    recipe: mlp.Recipe
-    importance: Importance | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClassifierExperiment(Experiment):
     """Nets of one shape on a table, which differ in their topology.
@@ -61,7 +52,7 @@ class ClassifierExperiment(Experiment):
     The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
     """
 
-    contenders: Mapping[str, Contender]
+    contenders: Mapping[str, MLPSettings]
     data: str
     tested_on: str
     choosing: bool = False
@@ -84,8 +75,7 @@ class ClassifierExperiment(Experiment):
         return replace(left, validation=rows[held], validation_labels=labels[held])
 
     def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
-        of = self.contenders[contender]
-        trainer = mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
+        trainer = mlp.trainer(replace(self.contenders[contender], seed=seed), data, run)
         if self.choosing:
             trainer.task.unit = VALIDATION
         return trainer
@@ -122,7 +112,7 @@ class ClassifierExperiment(Experiment):
     @property
     def _early(self) -> list[int]:
         """The fewest epochs that any contender has: up to there all can be compared."""
-        fewest, *more = sorted({one.recipe.epochs for one in self.contenders.values()})
+        fewest, *more = sorted({one.epochs for one in self.contenders.values()})
         return [fewest] if more else []
 
     def found(self, run: Run) -> dict[str, Any]:
@@ -156,13 +146,13 @@ class ClassifierExperiment(Experiment):
             Column("seed of the first layout", lambda run, _: run.task["model"].get("layout_seed")),
             Column("slope of All-ReLU", "task.model.alpha"),
             Column("dropout", "task.model.dropout"),
-            Column("weights drawn as", lambda _, of: of.recipe.init),
+            Column("weights drawn as", lambda _, of: of.init),
             Column("optimizer", "settings.optimizer"),
             Column("learning rate", "settings.learning_rate"),
             Column("decay of the learning rate", "settings.decay"),
             Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
-            Column("L1 of the first layer", lambda _, of: said(of.recipe.l1) if of.recipe.l1 else None),
+            Column("L1 of the first layer", lambda _, of: said(of.l1) if of.l1 else None),
             Column("rows of a batch", "task.batch"),
             Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
             Column("epochs between", "task.topology.evolve_every"),
@@ -243,16 +233,17 @@ def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     return max(of for of in scaled if sum(a * b for a, b in pairwise((inputs, *of, outputs))) <= most)
 
 
-def _narrow(data: str, recipe: mlp.Recipe) -> Contender:
+def _narrow(data: str, recipe: MLPSettings) -> MLPSettings:
     features, classes = SIZES[data]
-    return Contender("dense", replace(recipe, hidden=narrowed((features, *recipe.hidden, classes), recipe.epsilon)))
+    hidden = narrowed((features, *recipe.hidden, classes), recipe.epsilon)
+    return replace(recipe, method="dense", hidden=hidden)
 
 
-def _shallow(data: str, recipe: mlp.Recipe) -> Contender:
-    """A dense net of one hidden layer and about as many weights."""
+def _shallow(data: str, recipe: MLPSettings) -> MLPSettings:
+    """Return a dense net with one hidden layer and about the same number of weights."""
     features, classes = SIZES[data]
     most = erdos_renyi_weights((features, *recipe.hidden, classes), recipe.epsilon)
-    return Contender("dense", replace(recipe, hidden=(int(most / (features + classes)),)))
+    return replace(recipe, method="dense", hidden=(int(most / (features + classes)),))
 
 
 def _methods(
@@ -260,28 +251,19 @@ def _methods(
 ) -> ClassifierExperiment:
     """The contenders, with the papers' recipe; `dense` holds the settings of the dense net of the same shape only."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
-    short = replace(recipe, **dense or {})
-    longer = (
-        {"dense, as many epochs": Contender("dense", replace(short, epochs=epochs))} if short.epochs < epochs else {}
-    )
+    short = replace(recipe, method="dense", **dense or {})
+    longer = {"dense, as many epochs": replace(short, epochs=epochs)} if short.epochs < epochs else {}
     own = {
         "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
         "shallow": _shallow(data, replace(recipe, **SHALLOW.get(data, {}))),
-        "set": Contender("set", recipe),
-        "set, he": Contender("set", replace(recipe, regrow="he")),
+        "set": recipe,
+        "set, he": replace(recipe, regrow="he"),
     }
-    tuned = {
-        f"{name}, L1": replace(own[name], recipe=replace(own[name].recipe, **chosen))
-        for name, chosen in L1.get(data, {}).items()
-    } | {
-        f"{name}, {rate:g}": replace(own[name], recipe=replace(own[name].recipe, learning_rate=rate))
-        for name, rate in TUNED.get(data, {}).items()
-    }
-    together = (
-        {"set, one layout": Contender("set", replace(recipe, layout_seed=LAYOUT_SEED))} if data in ONE_LAYOUT else {}
-    )
-    # Three times; each takes the least important fifth of the neurons that are left in a layer.
-    importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
+    tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
+    tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
+    together = {"set, one layout": replace(recipe, layout_seed=LAYOUT_SEED)} if data in ONE_LAYOUT else {}
+    # Prunes three times the least important fifth of a layer's remaining neurons.
+    importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
     return ClassifierExperiment(
         about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving "
         "topology, by SET or RigL; SET whose new weights are drawn as the first ones, as published, with ReLU for "
@@ -296,15 +278,15 @@ def _methods(
             "dense, as many epochs": MINUTES_WIDE[data],
         },
         contenders={
-            "dense": Contender("dense", short),
+            "dense": short,
             **{name: own[name] for name in ("narrow", "shallow")},
-            "fixed": Contender("fixed", recipe),
+            "fixed": replace(recipe, method="fixed"),
             **{name: own[name] for name in ("set", "set, he")},
-            "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
-            "set, importance": Contender("set", recipe, importance),
-            "set, elastic": Contender("set", replace(recipe, elastic=True)),
-            "rigl": Contender("rigl", recipe),
-            "2:4": Contender("2:4", short),
+            "set, ReLU": replace(recipe, alpha=0.0),
+            "set, importance": replace(recipe, **importance),
+            "set, elastic": replace(recipe, elastic=True),
+            "rigl": replace(recipe, method="rigl"),
+            "2:4": replace(short, method="2:4"),
             **longer,
             **tuned,
             **together,
@@ -324,23 +306,23 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
         "narrow, no dropout": _narrow(data, free),
         "shallow": _shallow(data, recipe),
         "shallow, no dropout": _shallow(data, free),
-        "set": Contender("set", recipe),
-        "set, he": Contender("set", replace(recipe, regrow="he")),
+        "set": recipe,
+        "set, he": replace(recipe, regrow="he"),
     }
     penalized = {name: one for name, one in of.items() if name != "set, he"}
-    penalized["set, no dropout"] = Contender("set", free)
+    penalized["set, no dropout"] = free
     return ClassifierExperiment(
         about=f"Learning rates on {called}, by a validation part: SET, whose new weights begin at 0 or are drawn as "
         "the first ones, as published, and dense nets of as many weights, narrow or of one hidden layer",
         data=data,
         minutes=MINUTES[data],
         contenders={
-            f"{name}, {rate:g}": replace(one, recipe=replace(one.recipe, learning_rate=rate))
+            f"{name}, {rate:g}": replace(one, learning_rate=rate)
             for name, one in of.items()
             for rate in RATES.get(data, (0.003, 0.01, 0.03))
         }
         | {
-            f"{name}, L1 {strength:g}": replace(one, recipe=replace(one.recipe, l1=strength))
+            f"{name}, L1 {strength:g}": replace(one, l1=strength)
             for name, one in penalized.items()
             for strength in STRENGTHS.get(data, ())
         },
@@ -354,7 +336,7 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
 def _texts(data: str) -> TextExperiment:
     """A million neurons, half an hour a run on one core."""
     half = 467_231
-    recipe = mlp.Recipe(
+    recipe = MLPSettings(
         hidden=(half, half), epsilon=1, epochs=5, batch=32, alpha=0.6, dropout=0.0, init="kaiming", weight_decay=0.0,
         learning_rate=1e-3, decay="linear", optimizer="adam",
     )  # fmt: skip
@@ -364,10 +346,10 @@ def _texts(data: str) -> TextExperiment:
         data=data,
         minutes=25,
         contenders={
-            "linear": Contender("dense", replace(recipe, hidden=())),
+            "linear": replace(recipe, method="dense", hidden=()),
             "narrow": _narrow(data, recipe),
-            "fixed": Contender("fixed", recipe),
-            "set": Contender("set", recipe),
+            "fixed": replace(recipe, method="fixed"),
+            "set": recipe,
         },
         tested_on="split as published",
     )

@@ -20,12 +20,12 @@ from .language import LanguageExperiment
 
 
 @dataclass(frozen=True)
-class Contender:
+class FinetuneContender:
     """A language model of another experiment, by its name there; with what it learnt in the run of the same seed, or
     newly drawn."""
 
     model: str
-    recipe: finetune.Recipe
+    settings: finetune.FinetuneSettings
     pretrained: bool = True
 
 
@@ -40,7 +40,7 @@ class FineTuningExperiment(Experiment):
     The seeds are those of the language models, of the order of the texts and of dropout. All have the same parts.
     """
 
-    contenders: Mapping[str, Contender]
+    contenders: Mapping[str, FinetuneContender]
     begins: str
     data: str
 
@@ -65,8 +65,9 @@ class FineTuningExperiment(Experiment):
     def trainer(self, contender: str, seed: int, run: Path, data: reviews.Splits) -> Trainer:
         of, begun = self.contenders[contender], self.needs(run.parent, contender, seed)
         config = replace(self._models.contenders[of.model].config, seed=seed)
+        settings = replace(of.settings, seed=seed)
         if begun is None:
-            return finetune.trainer(charlm.network(config), data, run, of.recipe, seed)
+            return finetune.trainer(charlm.network(config), data, run, settings)
         if not self._models.is_finished(begun):
             needed = f"the run of {self.begins} that it begins with: blocksparse experiment {self.begins}"
             raise BlockSparseError.expected(contender, needed, f"none in {begun}")
@@ -74,7 +75,7 @@ class FineTuningExperiment(Experiment):
         if reader.config != config:
             raise BlockSparseError.expected(str(begun), f"a run of {self.begins}, of {config}", reader.config)
         weights = digest(begun / "last.safetensors")
-        return finetune.trainer(reader, data, run, of.recipe, seed, begun_with=weights)
+        return finetune.trainer(reader, data, run, settings, weights)
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """The error on the test part."""
@@ -121,7 +122,7 @@ def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
     # The rate: of 4,000 texts in two epochs, by their last 512 bytes, the dense model of imdb-long puts 37.4, 33.2 and
     # 34.6 % of the validation part in the wrong class at 0.001, 0.002 and 0.004, the block-sparse one 28.9 % at 0.002;
     # at 0.01 both had learnt nothing after 200 steps of all texts. Half of the reviews have fewer than 1,000 bytes.
-    recipe = finetune.Recipe(epochs=2, longest=1024, learning_rate=0.002, dtype="bfloat16")
+    recipe = finetune.FinetuneSettings(epochs=2, longest=1024, learning_rate=0.002, dtype="bfloat16")
     # All were still learning; dense, four epochs take about as many seconds as two of small-world.
     longer = replace(recipe, epochs=4)
     return FineTuningExperiment(
@@ -131,12 +132,12 @@ def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
         minutes=minutes,
         longer={"dense, 4 epochs": 75, "small-world, 4 epochs": 120},
         contenders={
-            "dense": Contender("dense", recipe),
-            "small-world": Contender("small-world", recipe),
-            "dense, 4 epochs": Contender("dense", longer),
-            "small-world, 4 epochs": Contender("small-world", longer),
-            "dense, from scratch": Contender("dense", recipe, pretrained=False),
-            "small-world, from scratch": Contender("small-world", recipe, pretrained=False),
+            "dense": FinetuneContender("dense", recipe),
+            "small-world": FinetuneContender("small-world", recipe),
+            "dense, 4 epochs": FinetuneContender("dense", longer),
+            "small-world, 4 epochs": FinetuneContender("small-world", longer),
+            "dense, from scratch": FinetuneContender("dense", recipe, pretrained=False),
+            "small-world, from scratch": FinetuneContender("small-world", recipe, pretrained=False),
         },
     )
 

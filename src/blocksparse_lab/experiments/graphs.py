@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..data import planetoid
 from ..data.synthetic import growing_graph
 from ..recipes import dcnn
+from ..recipes.dcnn import DCNNSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, said
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Leaves out transitions up to a threshold, or edges `at_random` until what is left takes as much memory."""
-
-    threshold: float = 0.0
-    at_random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +24,22 @@ class DiffusionExperiment(Experiment):
         graph: a name of `data.planetoid`; None for one that grows, of 100,000 nodes.
     """
 
-    contenders: Mapping[str, Contender]
+    contenders: Mapping[str, DCNNSettings]
     graph: str | None
 
     caption: ClassVar[str] = (
         f"Nodes in random thirds, another draw for each seed: to train on, to choose with, and to test on. Adagrad "
-        f"with learning rate {dcnn.LEARNING_RATE:g} in batches of {dcnn.BATCH}; the accuracy is that after the last "
-        "epoch. P = A / (degree + 1), column by column; what is left out goes before P is multiplied with itself. "
-        "Mean and standard deviation over the seeds; the difference is run by run with the same seed."
+        f"with learning rate {DCNNSettings.learning_rate:g} in batches of {DCNNSettings.batch}; the accuracy is that "
+        "after the last epoch. P = A / (degree + 1), column by column; what is left out goes before P is "
+        "multiplied with itself. Mean and standard deviation over the seeds; the difference is run by run with the same"
+        " seed."
     )
 
     def load(self, data_dir: DataDir) -> planetoid.Graph:
         return growing_graph() if self.graph is None else planetoid.load(self.graph, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: planetoid.Graph) -> Trainer:
-        of = self.contenders[contender]
-        return dcnn.trainer(data, run, of.threshold, seed, at_random=of.at_random)
+        return dcnn.trainer(replace(self.contenders[contender], seed=seed), data, run)
 
     def found(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - run.evaluations[-1]["held_out"]}
@@ -92,11 +85,11 @@ class DiffusionExperiment(Experiment):
 
 
 CONTENDERS = {
-    "all transitions": Contender(),
-    "above 0.05": Contender(0.05),
-    "above 0.1": Contender(0.1),
-    "at random, for 0.05": Contender(0.05, at_random=True),
-    "at random, for 0.1": Contender(0.1, at_random=True),
+    "all transitions": DCNNSettings(),
+    "above 0.05": DCNNSettings(threshold=0.05),
+    "above 0.1": DCNNSettings(threshold=0.1),
+    "at random, for 0.05": DCNNSettings(threshold=0.05, at_random=True),
+    "at random, for 0.1": DCNNSettings(threshold=0.1, at_random=True),
 }
 EXPERIMENTS: dict[str, Experiment] = {
     "diffusion-cora": DiffusionExperiment(

@@ -10,8 +10,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
-
 from blocksparse import checkpoint
 from blocksparse.topology import average_path_length, connected_components
 
@@ -20,11 +18,14 @@ from ..data import corpora, reviews
 from ..data import text as texts
 from ..models.char_lm import CharLMConfig
 from ..recipes import charlm, sentiment
+from ..recipes.charlm import CharLMSettings
 from ..recipes.forgetting import AFTER, forgetting
 from ..recipes.text_features import HALF_LIFE
 from ..training.compare import Run
-from ..training.trainer import Settings, Trainer, device_of
+from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
+
+SETTINGS = CharLMSettings(steps=3500, batch=32, seq=64, evaluated=300_000)
 
 PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"
 
@@ -46,26 +47,20 @@ class OnText(Experiment):
 
     Args:
         text: a name of `data.corpora`.
-        batch, seq: streams, and bytes of each in a step.
-        held_out: the part of the text, its tail, that is evaluated on.
-        evaluated: bytes of it that an evaluation reads, from the first.
+        seq: bytes of a stream in a step.
+        held_out: fraction of the text, its tail, to evaluate on.
     """
 
     text: str
-    batch: int = 32
     seq: int = 64
     held_out: float = 0.02
-    evaluated: int = 300_000
 
     def load(self, data_dir: DataDir) -> texts.Text:
         return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
 
-    def reader(self, model: nn.Module, data: texts.Text, device: str) -> charlm.CharLMTask:
-        return charlm.CharLMTask(model, data, self.batch, self.seq, self.evaluated, device_of(device))
-
 
 @dataclass(frozen=True)
-class Contender:
+class LanguageContender:
     """A model of an experiment, and the learning rate that suits it."""
 
     config: CharLMConfig
@@ -84,8 +79,8 @@ class LanguageExperiment(OnText):
     The seeds are of pattern and weights. The order of the text is the same for all.
     """
 
-    contenders: Mapping[str, Contender]
-    settings: Settings
+    contenders: Mapping[str, LanguageContender]
+    settings: CharLMSettings
     reviews: Mapping[str, int | None] = field(default_factory=dict)
 
     paired: ClassVar[bool] = False
@@ -98,17 +93,16 @@ class LanguageExperiment(OnText):
 
     def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
         of = self.contenders[contender]
-        config = replace(of.config, seed=seed)
-        settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
-        task = self.reader(charlm.network(config), data, settings.device)
-        return Trainer(task, run, settings, charlm.facts(config, self.text))
+        model = replace(of.config, seed=seed)
+        settings = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed)
+        return charlm.trainer(settings, data, run)
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Bits per character of each stream that is evaluated; how long cells keep what came before; and the sentiment
         probes: by data, what `sentiment` finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         if not kept(run, STREAMS):
-            task = self.reader(charlm.load(path), self.load(data_dir), self.settings.device)
+            task = charlm.task(charlm.load(path), self.load(data_dir), self.settings)
             nats, counts = task.of_streams(task.model.to(self.settings.device))
             bits = {"bits": (nats / counts * task.per_nat).tolist()}
             checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
@@ -259,22 +253,22 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
     rate = times**-0.5
     wide = CharLMConfig(width=1536, embedding=32, pattern="barabasi_albert", m=2)
     others = {
-        "projection": Contender(CharLMConfig(width=1536, embedding=32, projection=170), 0.006),
-        "random": Contender(replace(wide, pattern="random", density=0.102), 0.012),
-        "Watts-Strogatz": Contender(replace(wide, pattern="watts_strogatz", neighbors=4), 0.012),
-        "block-diagonal": Contender(replace(wide, pattern="block_diagonal", density=0.1), 0.012),
+        "projection": LanguageContender(CharLMConfig(width=1536, embedding=32, projection=170), 0.006),
+        "random": LanguageContender(replace(wide, pattern="random", density=0.102), 0.012),
+        "Watts-Strogatz": LanguageContender(replace(wide, pattern="watts_strogatz", neighbors=4), 0.012),
+        "block-diagonal": LanguageContender(replace(wide, pattern="block_diagonal", density=0.1), 0.012),
     }
     return LanguageExperiment(
         about=f"An LSTM of 1.5 million parameters, dense or block-sparse and 2.7 times as wide, on {text}"
         + (f", in {times} times the steps" if times > 1 else ""),
         text=text,
         contenders={
-            "dense": Contender(CharLMConfig(width=576, embedding=32), rate * 0.016),
-            "small-world": Contender(wide, rate * 0.012),
+            "dense": LanguageContender(CharLMConfig(width=576, embedding=32), rate * 0.016),
+            "small-world": LanguageContender(wide, rate * 0.012),
             # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph.
             **(others if patterns else {}),
         },
-        settings=Settings(steps=times * 3500, warmup=100, eval_every=500, save_every=500),
+        settings=replace(SETTINGS, steps=times * 3500),
         minutes=10 * times,
         **other,
     )
@@ -308,11 +302,11 @@ def _medium(text: str) -> LanguageExperiment:
         # bits at 0.006, 0.009 and 0.012. The dense one 2.61, 2.44, 2.38 and 2.34 at 0.003, 0.006, 0.009 and 0.012, but
         # from 0.009 on its state runs away in a stream of the held-out text, which then costs it 30 bits a byte.
         contenders={
-            "dense": Contender(dense, 0.006),
-            "small-world": Contender(wide, 0.009),
-            "dense, 0.009": Contender(dense, 0.009),
+            "dense": LanguageContender(dense, 0.006),
+            "small-world": LanguageContender(wide, 0.009),
+            "dense, 0.009": LanguageContender(dense, 0.009),
         },
-        settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500),
+        settings=SETTINGS,
         # Three were too few to tell: the wide one ahead by 0.045 with a deviation of 0.018.
         seeds=(0, 1, 2, 3, 4),
     )
@@ -337,26 +331,37 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
         # 2.62 at 0.0015 where it is 2.60 at 0.003; with the usual uniform weights 2.71, 2.73, 2.76 and 2.82 at 0.0015,
         # 0.003, 0.006 and 0.012. With the stride and weight norm the wide one 2.56, 2.51 and 2.52, in the last hundred
         # steps; the dense one 2.57, 2.55 and 2.56 at 0.0015, 0.003 and 0.006.
-        contenders={"dense": Contender(dense, 0.003), "small-world": Contender(wide, 0.006)},
-        settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500, ema=0.999),
+        contenders={"dense": LanguageContender(dense, 0.003), "small-world": LanguageContender(wide, 0.006)},
+        settings=replace(SETTINGS, ema=0.999),
         minutes=15,
     )
 
 
 def _large(text: str, **other: Any) -> LanguageExperiment:
     """42 million parameters in the recurrent weights, the sizes of the paper: hours on a GPU."""
+    dense = CharLMConfig(width=3168)
     wide = CharLMConfig(width=18432, pattern="barabasi_albert", m=8)
     return LanguageExperiment(
         about=f"LSTMs of 3,168 dense and of 18,432 block-sparse units, as in the paper of 2017, on {text}",
         text=text,
         minutes=None,
-        contenders={"dense": Contender(CharLMConfig(width=3168), 0.0005), "small-world": Contender(wide, 0.001)},
-        settings=Settings(
-            steps=20_000, warmup=500, eval_every=1000, save_every=1000, dtype="bfloat16", device="cuda", cuda_graph=True
+        contenders={
+            "dense": LanguageContender(dense, 0.0005),
+            "small-world": LanguageContender(wide, 0.001),
+        },
+        settings=CharLMSettings(
+            steps=20_000,
+            warmup=500,
+            eval_every=1000,
+            save_every=1000,
+            dtype="bfloat16",
+            device="cuda",
+            cuda_graph=True,
+            batch=128,
+            seq=256,
+            evaluated=1_000_000,
         ),
-        batch=128,
         seq=256,
-        evaluated=1_000_000,
         seeds=(0,),
         **other,
     )

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from ..data import images
 from ..recipes import pixelcnn
+from ..recipes.pixelcnn import PixelCNNConfig, PixelCNNSettings
 from ..training.compare import Run
-from ..training.settings import Settings
 from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment
 
@@ -23,18 +23,14 @@ class PixelExperiment(Experiment):
     Args:
         contenders: networks, by name.
         data: a name of `data.images`.
-        settings: of all of them; each run has its own seed.
-        batch: images of a step.
-        evaluated: test images of an evaluation; 0 for all.
+        settings: of all runs; each has its own network and seed.
 
     The seeds are of the weights, the order of the images and the dropout.
     """
 
-    contenders: Mapping[str, pixelcnn.Network]
+    contenders: Mapping[str, PixelCNNConfig]
     data: str
-    settings: Settings
-    batch: int = 16
-    evaluated: int = 0
+    settings: PixelCNNSettings
 
     curves: ClassVar[str] = "Bits per dimension against steps and seconds"
     caption: ClassVar[str] = (
@@ -48,8 +44,8 @@ class PixelExperiment(Experiment):
         return images.load(self.data, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
-        network = replace(self.contenders[contender], seed=seed)
-        return pixelcnn.trainer(network, data, run, replace(self.settings, seed=seed), self.batch, self.evaluated)
+        model = replace(self.contenders[contender], seed=seed)
+        return pixelcnn.trainer(replace(self.settings, model=model, seed=seed), data, run)
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -88,7 +84,7 @@ def _at(run: Run, contender: Any, step: int) -> float | None:
 
 def _small(data: str, called: str) -> PixelExperiment:
     """Minutes a run on one core of a CPU."""
-    dense = pixelcnn.Network(filters=16, resnets=1)
+    dense = PixelCNNConfig(filters=16, resnets=1)
     return PixelExperiment(
         about=f"PixelCNN++ of 16 filters on {called}: dense, and in 4 groups of channels with 4 and 5 times the layers",
         data=data,
@@ -99,24 +95,30 @@ def _small(data: str, called: str) -> PixelExperiment:
             "sparse x5": replace(dense, sparse=4, depth=5),
         },
         # In runs of 160 steps 0.01 was better than 0.005 and 0.002, for both; longer runs want less.
-        settings=Settings(
-            steps=800, learning_rate=0.006, warmup=20, betas=(0.95, 0.9995), ema=0.9995, eval_every=100, save_every=200
+        settings=PixelCNNSettings(
+            steps=800,
+            learning_rate=0.006,
+            warmup=20,
+            decay="linear",
+            decay_per_step=1.0,
+            clip=1.0,
+            eval_every=100,
+            save_every=200,
+            batch=8,
+            evaluated=320,
         ),
-        batch=8,
-        evaluated=320,
     )
 
 
 def _large(data: str, called: str) -> PixelExperiment:
     """The sizes of the paper: days on a GPU, in runs that go on."""
-    dense = pixelcnn.Network()
+    dense = PixelCNNConfig()
     return PixelExperiment(
         about=f"PixelCNN++ of 160 filters on {called}: dense, and in 5 groups of channels with 5 times the layers",
         data=data,
         minutes=None,
         contenders={"dense": dense, "sparse x5": replace(dense, sparse=5, block_size=16, depth=5)},
-        settings=pixelcnn.settings(100_000, device="cuda", dtype="bfloat16", eval_every=1000, save_every=500),
-        evaluated=1000,
+        settings=PixelCNNSettings(100_000, device="cuda", dtype="bfloat16", evaluated=1000),
         seeds=(0,),
     )
 

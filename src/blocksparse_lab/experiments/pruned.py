@@ -21,7 +21,7 @@ from ..models.mlp import SparseMLP
 from ..recipes import charlm
 from ..recipes.classify import ClassifyTask
 from ..recipes.prune import FIXED, Pruning
-from ..training.settings import Settings, by_epochs
+from ..training.settings import EpochSettings, Settings
 from ..training.trainer import Task
 from .experiment import Column, DataDir, Experiment
 from .language import READ, OnText
@@ -52,7 +52,14 @@ class ClassifierPruning(PruningExperiment):
         sizes = [data.features, *self.hidden, len(data.classes)]
         task = ClassifyTask(_mlp(sizes, seed), data, self.epochs, self.batch, seed=seed, about={"sizes": sizes})
         warmup = min(100, task.steps // 10)
-        settings = by_epochs(task, self, warmup=warmup, clip=0.0, save_every=0, save_minutes=2.0, seed=seed)
+        settings = EpochSettings(
+            epochs=self.epochs,
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+            clip=0.0,
+            save_minutes=2.0,
+            seed=seed,
+        ).in_epochs(task.steps_per_epoch, warmup=warmup, save_every=0)
         return task, settings, {"data": self.data, "tested": data.tested, "epochs": self.epochs}
 
     def opened(self, run: Path) -> nn.Module:
@@ -68,10 +75,9 @@ class ClassifierPruning(PruningExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguagePruning(PruningExperiment, OnText):
-    """An LSTM that reads bytes: the dense model, and how it is trained."""
+    """An LSTM that reads bytes: `trained` has the dense model and its training."""
 
-    config: CharLMConfig
-    trained: Settings
+    trained: charlm.CharLMSettings
     figure: ClassVar[str] = "bits per character, held out"
     unit: ClassVar[str] = "%"
     digits: ClassVar[int] = 1
@@ -81,8 +87,9 @@ class LanguagePruning(PruningExperiment, OnText):
         return 100 * (found / dense - 1)
 
     def dense(self, seed: int, data: texts.Text) -> tuple[Task, Settings, dict[str, Any]]:
-        task = self.reader(charlm.network(replace(self.config, seed=seed)), data, self.trained.device)
-        return task, replace(self.trained, seed=seed), charlm.facts(self.config, self.text)
+        settings = replace(self.trained, model=replace(self.trained.model, seed=seed), seed=seed)
+        task = charlm.task(charlm.network(settings.model), data, settings)
+        return task, settings, charlm.facts(self.trained.model, self.text)
 
     def opened(self, run: Path) -> nn.Module:
         return charlm.load(run / MODEL)
@@ -156,12 +163,20 @@ def _language() -> PruningExperiment:
     early: dict[str, Any] = {"search": 0.2, "skip": kept}
     return LanguagePruning(
         about="An LSTM of 1,536 units on Wikipedia, dense and made block-sparse in blocks of 32 by training",
-        config=CharLMConfig(width=1536, embedding=32),
         text="wikipedia",
         minutes=15,
         # Half an hour on one core.
-        trained=Settings(steps=2000, learning_rate=0.006, warmup=50, eval_every=500, save_every=0, save_minutes=2.0),
-        evaluated=150_000,
+        trained=charlm.CharLMSettings(
+            steps=2000,
+            learning_rate=0.006,
+            warmup=50,
+            save_every=0,
+            save_minutes=2.0,
+            batch=32,
+            seq=64,
+            evaluated=150_000,
+            model=CharLMConfig(width=1536, embedding=32),
+        ),
         contenders={
             DENSE: Dense(),
             "dense x3": Dense(times=3),

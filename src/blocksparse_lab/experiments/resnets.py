@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..data import images
 from ..recipes import resnet
+from ..recipes.resnet import ResNetSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .classifiers import seconds_per_epoch
@@ -28,7 +29,7 @@ class ResNetExperiment(Experiment):
     The seeds are of the weights, the order of the images and how each is cropped and mirrored.
     """
 
-    contenders: Mapping[str, resnet.Recipe]
+    contenders: Mapping[str, ResNetSettings]
     data: str
 
     caption: ClassVar[str] = (
@@ -41,7 +42,7 @@ class ResNetExperiment(Experiment):
         return images.load(self.data, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
-        return resnet.trainer(self.contenders[contender], data, run, seed)
+        return resnet.trainer(replace(self.contenders[contender], seed=seed), data, run)
 
     def found(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - run.evaluations[-1]["held_out"], "seconds_per_epoch": seconds_per_epoch(run)}
@@ -132,22 +133,22 @@ EXPERIMENTS: dict[str, Experiment] = {
         about="A residual network on CIFAR-10, with strides or adaptive polyphase sampling, under circular shifts",
         data="cifar10",
         contenders={
-            "stride": resnet.Recipe(padding_mode="circular"),
-            "stride, blurred": resnet.Recipe(padding_mode="circular", blur=3),
-            "aps": resnet.Recipe(downsample="aps", padding_mode="circular"),
-            "aps, blurred": resnet.Recipe(downsample="aps", padding_mode="circular", blur=3),
+            "stride": ResNetSettings(padding_mode="circular"),
+            "stride, blurred": ResNetSettings(padding_mode="circular", blur=3),
+            "aps": ResNetSettings(downsample="aps", padding_mode="circular"),
+            "aps, blurred": ResNetSettings(downsample="aps", padding_mode="circular", blur=3),
             # Its margins tell where an image ends.
-            "stride, zeros": resnet.Recipe(),
+            "stride, zeros": ResNetSettings(),
         },
     ),
     "resnet-cifar10": ResNetExperiment(
         about="A residual network on CIFAR-10, dense, block-sparse, and block-sparse and twice as wide",
         data="cifar10",
         contenders={
-            "dense": resnet.Recipe(width=16),
-            "sparse": resnet.Recipe(width=16, density=0.25),
+            "dense": ResNetSettings(width=16),
+            "sparse": ResNetSettings(width=16, density=0.25),
             # As many multiply-adds as the dense one.
-            "sparse, wide": resnet.Recipe(width=32, density=0.25),
+            "sparse, wide": ResNetSettings(width=32, density=0.25),
         },
     ),
 }

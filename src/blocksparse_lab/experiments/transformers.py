@@ -15,7 +15,7 @@ from ..models.gpt import GPTConfig
 from ..recipes import gpt
 from ..recipes.prune import PruneTask, Pruning
 from ..training.compare import Run
-from ..training.trainer import Settings, Task, Trainer, device_of
+from ..training.trainer import Task, Trainer, device_of
 from .experiment import SEEDS, Column, Experiment, Results, Table
 from .inference import race
 from .language import READ, OnText
@@ -24,7 +24,7 @@ WINDOWS = 16  # of the measured inference
 
 
 @dataclass(frozen=True)
-class Contender:
+class TransformerContender:
     """A transformer, the learning rate that suits it, and, if it begins dense, how it becomes as sparse as that."""
 
     config: GPTConfig
@@ -44,8 +44,8 @@ class TransformerExperiment(OnText):
         settings: of all of them; each has its own learning rate, each run its own seed.
     """
 
-    contenders: Mapping[str, Contender]
-    settings: Settings
+    contenders: Mapping[str, TransformerContender]
+    settings: gpt.GPTSettings
 
     paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against steps and seconds"
@@ -56,13 +56,12 @@ class TransformerExperiment(OnText):
 
     def trainer(self, contender: str, seed: int, run: Path, data: Text) -> Trainer:
         of = self.contenders[contender]
-        settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
-        config = replace(of.begins, seed=seed)
-        device = device_of(settings.device)
-        task: Task = gpt.GPTTask(gpt.network(config), data, settings.steps, self.batch, self.evaluated, device)
+        model = replace(of.begins, seed=seed)
+        s = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed)
+        task: Task = gpt.GPTTask(gpt.network(model), data, s.steps, s.batch, s.evaluated, device_of(s.device))
         if of.pruning is not None:
-            task = PruneTask(task, of.pruning, settings.steps, seed)
-        return Trainer(task, run, settings, gpt.facts(replace(of.config, seed=seed), self.text))
+            task = PruneTask(task, of.pruning, s.steps, seed)
+        return Trainer(task, run, s, gpt.facts(replace(of.config, seed=seed), self.text))
 
     def found(self, run: Run) -> dict[str, Any]:
         return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"]}
@@ -105,14 +104,14 @@ class TransformerExperiment(OnText):
         ]
 
 
-def _blocks(of: Contender) -> str:
+def _blocks(of: TransformerContender) -> str:
     how = "fixed" if of.config.method == "fixed" else "RigL"
     if of.pruning is not None:
         how = f"dense at first, {of.pruning.method} pruning"
     return "dense" if of.config.density == 1 else f"{of.config.block_size} x {of.config.block_size}, {how}"
 
 
-def _while_trained(of: Contender) -> int:
+def _while_trained(of: TransformerContender) -> int:
     begins, ends = gpt.multiply_adds(of.begins), gpt.multiply_adds(of.config)
     return round(ends + (begins - ends) * (of.pruning.search if of.pruning else 0))
 
@@ -124,19 +123,19 @@ def _small(text: str) -> TransformerExperiment:
     # In runs of 500 steps, by the loss of the text that they read for the first time: of 0.001, 0.002, 0.004 and 0.008
     # the best for the dense one and for fixed blocks, with 3.62 and 3.38 bits, 0.004 after it.
     rate = 0.002
+    gradual = Pruning("gradual", wide.density, search=0.5, skip=("outlet",))
     return TransformerExperiment(
         about=f"A transformer of 0.9 million multiply-adds a byte, dense or block-sparse and twice as wide, on {text}",
         text=text,
         contenders={
-            "dense": Contender(dense, rate),
-            "block-sparse": Contender(wide, rate),
-            "RigL": Contender(replace(wide, method="rigl"), rate),
-            "dense to sparse": Contender(wide, rate, Pruning("gradual", wide.density, search=0.5, skip=("outlet",))),
+            "dense": TransformerContender(dense, rate),
+            "block-sparse": TransformerContender(wide, rate),
+            "RigL": TransformerContender(replace(wide, method="rigl"), rate),
+            "dense to sparse": TransformerContender(wide, rate, gradual),
         },
         minutes=12,
         longer={"dense to sparse": 24},
-        settings=Settings(steps=3400, warmup=100, eval_every=400, save_every=400),
-        batch=16,
+        settings=gpt.GPTSettings(steps=3400, eval_every=400, save_every=400, batch=16, evaluated=300_000),
         seq=dense.context,
     )
 

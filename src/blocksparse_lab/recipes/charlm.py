@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_ad
 from ..option import option
 from ..training import stored
 from ..training.memory import check_room
-from ..training.settings import Settings
-from ..training.streams import Batches, Streams
+from ..training.streams import LanguageSettings, Streams
 from ..training.trainer import Trainer, device_of
 
 KIND = "charlm"
@@ -29,11 +28,11 @@ EVALUATION_STREAM = 8192
 
 
 @dataclass(frozen=True)
-class CharLMSettings(Settings):
-    """A language model of bytes is trained by Adam, with a rate that rises, then falls to 0 in a line."""
+class CharLMSettings(LanguageSettings):
+    """A recurrent language model and its training; `seq` is the number of bytes of each stream per step."""
 
-    learning_rate: float = option(0.002, "The highest learning rate.", "lr")
-    seed: int = option(0, "Of pattern, weights and whatever is drawn.")
+    seq: int = option(128, "Bytes of each stream per step.")
+    model: CharLMConfig = field(default_factory=CharLMConfig)
 
 
 class CharLMTask(Streams):
@@ -125,13 +124,16 @@ def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
     }
 
 
-def trainer(
-    config: CharLMConfig, text: Text, run: str | Path, how: Settings, batches: Batches | None = None
-) -> Trainer:
-    """A language model, ready to be trained in a folder."""
-    of = batches or Batches()
-    task = CharLMTask(network(config), text, of.batch, of.seq, of.evaluated, device_of(how.device))
-    return Trainer(task, run, how, facts(config, text.name))
+def task(model: nn.Module, text: Text, settings: CharLMSettings) -> CharLMTask:
+    """Return the task of training a model on a text."""
+    s = settings
+    return CharLMTask(model, text, s.batch, s.seq, s.evaluated, device_of(s.device))
+
+
+def trainer(settings: CharLMSettings, text: Text, run: str | Path) -> Trainer:
+    """Return a trainer of a new language model in a run folder."""
+    made = task(network(settings.model), text, settings)
+    return Trainer(made, run, settings, facts(settings.model, text.name))
 
 
 def load(path: str | Path) -> CharLM:

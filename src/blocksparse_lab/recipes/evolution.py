@@ -13,7 +13,7 @@ from blocksparse.topology import Trajectory
 
 from ..data.table import Table
 from ..models.mlp import SparseMLP
-from ..training.settings import by_epochs
+from ..training.settings import EpochSettings
 from ..training.trainer import Callback, Trainer
 from .classify import ClassifyTask, Topology
 
@@ -56,8 +56,10 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
         model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=seed + max(run - 1, 0))  # the same for the first two
         # The connections move before the first step of an epoch, and so for the last time in that of one more.
         task = ClassifyTask(model, data, epochs + 1, BATCH, Topology("set", zeta=zeta), seed + 1000 + run)
-        constant = {"learning_rate": 0.05, "warmup": 0, "decay": "none", "clip": 0.0}
-        settings = by_epochs(task, **constant, log_every=0, save_every=0, optimizer="sgd", seed=seed)
+        settings = EpochSettings(
+            epochs=epochs + 1, batch=BATCH, learning_rate=0.05, decay="none", clip=0.0, optimizer="sgd", seed=seed
+        )
+        settings = settings.in_epochs(task.steps_per_epoch, log_every=0, save_every=0)
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(task, folder, settings)
             with closing(trainer.steps(_Recorder(task, trajectory))) as steps:

@@ -20,7 +20,7 @@ from ..models.char_lm import CharLM
 from ..models.text_classifier import END, TextClassifier, TextClassifierConfig
 from ..option import option
 from ..training import stored
-from ..training.settings import by_epochs
+from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
 from .text_features import Progress, digest
@@ -29,25 +29,26 @@ TESTED = "tested.json"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FinetuneSettings(EpochSettings):
     """Adam, whose rate rises over three tenths of the first epoch and falls to 0 in a line."""
 
-    epochs: int = option(3, "Of the whole run.")
-    batch: int = option(32, "Texts of a step.")
-    longest: int = option(512, "Bytes of a text that are read at most: its last ones.")
-    dropout: float = option(0.5, "The part of the pooled states that is left out.")
+    epochs: int = option(3, "Epochs.")
+    batch: int = option(32, "Texts per step.")
+    longest: int = option(512, "Read at most this many bytes of a text, its last ones.")
+    dropout: float = option(0.5, "Dropout of the pooled states.")
     learning_rate: float = option(0.002, "The highest learning rate.", "lr")
     dtype: str = option("float32", "float32, or bfloat16 by autocast.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("epochs", "batch", "longest"):
             integer(name, getattr(self, name), 1)
         for name in ("dropout", "learning_rate"):
             number(name, getattr(self, name), 0)
 
 
-class Rows:
-    """Texts as `ClassifyTask` takes them: bytes `[n, time]`, as `encode` gives them, the last `longest` of each; held
+class TextRows:
+    """Texts for `ClassifyTask`: bytes `[n, time]`, as `encode` gives them, the last `longest` of each; held
     out is the validation part."""
 
     def __init__(self, splits: Splits, longest: int):
@@ -86,10 +87,7 @@ def trainer(
     reader: CharLM,
     splits: Splits,
     run: str | Path,
-    recipe: Recipe | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    shard: bool = False,
+    settings: FinetuneSettings | None = None,
     begun_with: str = "",
 ) -> Trainer:
     """A classifier that begins with a language model's weights, ready to be trained in a folder.
@@ -98,24 +96,17 @@ def trainer(
         reader: the language model, which becomes a part of the classifier, in float32.
         begun_with: what its weights are; a run goes on only with the same.
     """
-    recipe = recipe or Recipe()
-    model = TextClassifier.of(reader.float(), seed, dropout=recipe.dropout, begun_with=begun_with)
-    rows = Rows(splits, recipe.longest)
-    task = ClassifyTask(
-        model, rows, recipe.epochs, recipe.batch, seed=seed, device=device_of(device), about=asdict(model.config)
-    )
+    s = settings or FinetuneSettings()
+    model = TextClassifier.of(reader.float(), s.seed, dropout=s.dropout, begun_with=begun_with)
+    rows = TextRows(splits, s.longest)
+    device, about = device_of(s.device), asdict(model.config)
+    task = ClassifyTask(model, rows, s.epochs, s.batch, seed=s.seed, device=device, about=about)
     task.unit, task.samples = "% validation error", "texts"
-    task.bytes_per_step = recipe.batch * recipe.longest  # bytes, and not numbers of four
-    warmup = 3 * task.steps_per_epoch // 10
-    settings = by_epochs(
-        task, recipe, warmup=warmup, save_every=0, save_minutes=2.0, seed=seed, device=device, shard=shard
-    )
-    facts = {
-        "data": splits.name,
-        "epochs": recipe.epochs,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    return Trainer(task, run, settings, facts)
+    task.bytes_per_step = s.batch * s.longest  # bytes, not floats
+    facts = {"data": splits.name, "epochs": s.epochs, "parameters": sum(p.numel() for p in model.parameters())}
+    epoch = task.steps_per_epoch
+    s = s.in_epochs(epoch, warmup=3 * epoch // 10, save_every=0, save_minutes=2.0)
+    return Trainer(task, run, s, facts)
 
 
 def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Progress | None = None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from ..models.gpt import GPT, GPTConfig, density, least_parameters, multiply_add
 from ..training import stored
 from ..training.memory import check_room
 from ..training.running_means import follow
-from ..training.settings import Settings
-from ..training.streams import Batches, Streams
+from ..training.streams import LanguageSettings, Streams
 from ..training.trainer import Trainer, device_of
 
 KIND = "gpt"
 EVERY, FRACTION = 100, 0.3  # of RigL: steps from one change to the next, and the part of the blocks that goes at first
 AT_ONCE = 4096  # bytes of an evaluation's windows side by side, if a step has not more
+
+
+@dataclass(frozen=True)
+class GPTSettings(LanguageSettings):
+    """A transformer and its training; a step reads one context of each stream."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
 
 
 class GPTTask(Streams):
@@ -113,11 +120,11 @@ def facts(config: GPTConfig, text: str) -> dict[str, Any]:
     }
 
 
-def trainer(config: GPTConfig, text: Text, run: str | Path, how: Settings, batches: Batches | None = None) -> Trainer:
-    """A transformer, ready to be trained in a folder; its context is that of the configuration."""
-    of = batches or Batches()
-    task = GPTTask(network(config), text, how.steps, of.batch, of.evaluated, device_of(how.device))
-    return Trainer(task, run, how, facts(config, text.name))
+def trainer(settings: GPTSettings, text: Text, run: str | Path) -> Trainer:
+    """Return a trainer of a new transformer in a run folder."""
+    s = settings
+    task = GPTTask(network(s.model), text, s.steps, s.batch, s.evaluated, device_of(s.device))
+    return Trainer(task, run, settings, facts(s.model, text.name))
 
 
 def load(path: str | Path) -> GPT:

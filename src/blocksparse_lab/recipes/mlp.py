@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
 from ..option import option
 from ..training.memory import check_room
-from ..training.settings import Settings, by_epochs
+from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
 from .classify import ClassifyTask, Data, Importance, Topology
 
@@ -32,29 +32,41 @@ SAVE_EVERY = 500
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A net's shape and its training."""
+class MLPSettings(Importance, EpochSettings):
+    """A net, how its connections evolve, and its training."""
 
-    epochs: int = option(500, "Of the whole run; as others below, by the data's recipe.")
-    hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, as 1000,1000,1000.")
-    epsilon: float = option(20, "About epsilon (n_in + n_out) connections of a layer.")
-    zeta: float = option(0.3, "Of set: the part that is replaced after an epoch.")
-    # An epoch of few rows is too short to tell which connections are useful.
-    evolve_every: int = option(1, "Of set: epochs from one evolution to the next.")
-    regrow: str = option("zeros", "Of set: first values of new connections: zeros, he (as in the papers), xavier.")
-    elastic: bool = option(False, "Of set: half of zeta after 9/16 of the epochs, none after 3/4 (MEST).")
-    alpha: float = option(0.6, "The slope of All-ReLU.")
-    dropout: float = option(0.3, "Of the hidden layers' outputs.")
-    learning_rate: float = option(0.01, "The learning rate, the same throughout.", "lr")
-    momentum: float = option(0.9, "Of SGD.")
-    weight_decay: float = option(2e-4, "Of all weights, not multiplied by the rate.")
-    l1: float = option(0.0, "Times the sum of the sizes of the first layer's weights: added to the loss.")
-    batch: int = option(128, "Rows of a step.")
-    clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
-    layout_seed: int | None = option(None, "Of the first layouts, where they are to be the same for all seeds.")
+    method: str = option("set", "set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
+    hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, such as 1000,1000,1000.")
+    epochs: int = option(500, "Epochs; by default, as for the options below, those of the data's recipe.")
+    epsilon: float = option(20, "A layer gets about epsilon (n_in + n_out) connections.")
+    zeta: float = option(0.3, "set: fraction of the connections that an evolution replaces.")
+    # An epoch of few rows is too short to show which connections are useful.
+    evolve_every: int = option(1, "set: epochs between evolutions.")
+    regrow: str = option("zeros", "set: initial values of new connections: zeros, he (as in the papers) or xavier.")
+    elastic: bool = option(False, "set: half of zeta after 9/16 of the epochs, none after 3/4 (MEST).")
+    alpha: float = option(0.6, "Slope of All-ReLU.")
+    dropout: float = option(0.3, "Dropout of the hidden layers' outputs.")
+    learning_rate: float = option(0.01, "The constant learning rate.", "lr")
+    momentum: float = option(0.9, "Momentum of SGD.")
+    weight_decay: float = option(2e-4, "Weight decay of all weights, not multiplied by the learning rate.")
+    l1: float = option(0.0, "Adds this times the sum of |w| of the first layer to the loss.")
+    batch: int = option(128, "Rows per step.")
+    clip: float = option(0.0, "Clip the gradient at this norm; 0: never.")
+    layout_seed: int | None = option(None, "Seed of the initial layouts, to share them between runs of other seeds.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
-    decay: str = "none"  # of the learning rate, as `Settings` names it
-    optimizer: str = "sgd"  # the same
+    decay: str = "none"
+    optimizer: str = "sgd"
+
+    def __post_init__(self) -> None:
+        Importance.__post_init__(self)
+        EpochSettings.__post_init__(self)
+
+    @property
+    def topology(self) -> Topology:
+        """How `ClassifyTask` changes the connections."""
+        names = {one.name for one in fields(Topology)} - {"fraction", "every"}
+        method = self.method if self.method in ("set", "rigl") else "none"
+        return Topology(**{name: getattr(self, name) for name in names} | {"method": method})
 
 
 OF_SET = "zeta", "evolve_every", "regrow", "elastic"
@@ -62,34 +74,34 @@ OF_SET = "zeta", "evolve_every", "regrow", "elastic"
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
 # at 0. Random values disturb what is trained already: on Higgs, SET was worse with them than no evolution at all.
 RECIPES = {
-    "fashion_mnist": Recipe(),
-    "cifar10": Recipe(hidden=(4000, 1000, 4000), alpha=0.75, epochs=1000),
+    "fashion_mnist": MLPSettings(),
+    "cifar10": MLPSettings(hidden=(4000, 1000, 4000), alpha=0.75, epochs=1000),
     # Epsilon is ours, the largest whole one with fewer than 5 % of the dense net's weights.
-    "madelon": Recipe(hidden=(400, 100, 400), epsilon=6, alpha=0.5),
-    "higgs": Recipe(epsilon=10, alpha=0.05),
+    "madelon": MLPSettings(hidden=(400, 100, 400), epsilon=6, alpha=0.5),
+    "higgs": MLPSettings(epsilon=10, alpha=0.05),
 }
 # A row of it has megabytes of activations. With weights drawn for millions of inputs, of which there are two, nothing
 # of the input would reach the output: they are drawn by the connections that there are. Of a slope of 0.6 hardly more
 # than the size of an input would come through, as neurons have one or two inputs; dropout would take most away.
-EXTREME = Recipe(epsilon=1, epochs=2, batch=4, alpha=0.05, dropout=0.0, init="kaiming", decay="linear")
+EXTREME = MLPSettings(epsilon=1, epochs=2, batch=4, alpha=0.05, dropout=0.0, init="kaiming", decay="linear")
 EXTREME_FEATURES, EXTREME_CARRIERS, EXTREME_LAYERS = 65_536, 512, 4
 # The output sums over the last hidden layer: a step moves it as far as the learning rate times that layer's width.
 EXTREME_RATE = 20.0
 
 
-def recipe_for(name: str, rows: int | None = None) -> Recipe:
-    """The recipe of a table by name; that of Fashion-MNIST for any other.
+def recipe_for(name: str, rows: int | None = None) -> MLPSettings:
+    """Return the settings for a table by name, by default those of Fashion-MNIST.
 
-    A table that we have no recipe for has batches of a quarter of its `rows` to train on at most, and its gradient is
-    clipped: a dense net on thousands of features diverges otherwise.
+    For a table without a recipe, a batch has at most a quarter of its `rows` to train on, and the gradient is clipped:
+    otherwise a dense net on thousands of features diverges.
 
     >>> from blocksparse_lab.recipes.mlp import recipe_for
     >>> recipe_for("cifar10").hidden, recipe_for("genes.csv", rows=58).batch
     ((4000, 1000, 4000), 14)
     """
     if name in RECIPES or rows is None:
-        return RECIPES.get(name, Recipe())
-    return replace(Recipe(), batch=max(1, min(Recipe.batch, rows // 4)), clip=1.0)
+        return RECIPES.get(name, MLPSettings())
+    return MLPSettings(batch=max(1, min(MLPSettings.batch, rows // 4)), clip=1.0)
 
 
 def check_used(given: Iterable[str], method: str) -> None:
@@ -121,8 +133,8 @@ def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
     return (round((neurons - EXTREME_FEATURES - classes) / EXTREME_LAYERS),) * EXTREME_LAYERS
 
 
-def extreme(neurons: int) -> Recipe:
-    """The recipe of a net of about `neurons`."""
+def extreme(neurons: int) -> MLPSettings:
+    """Return the settings of a net of about `neurons`."""
     hidden = extreme_hidden(neurons)
     rate = EXTREME_RATE / hidden[-1]
     return replace(EXTREME, hidden=hidden, learning_rate=rate, weight_decay=rate * EXTREME.weight_decay)
@@ -133,31 +145,35 @@ def extreme_data(rows: int, tested: int, seed: int = 0) -> Synthetic:
     return Synthetic(EXTREME_FEATURES, rows, tested, seed, carriers=EXTREME_CARRIERS, strength=2.0)
 
 
-def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
-    """The network of a recipe for some data: dense, dense in memory and 2:4 sparse in its products, or of any other
-    method sparse in the same places."""
+def network(settings: MLPSettings, data: Data) -> SparseMLP:
+    """Draw the network for some data.
+
+    The weights are dense for "dense", dense in memory and 2:4 sparse in products for "2:4", and block-sparse in the
+    same places for all other methods.
+    """
+    method = settings.method
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
-    if recipe.layout_seed is not None:
+    if settings.layout_seed is not None:
         check_used(["layout_seed"], method)
-    sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": recipe.epsilon}
-    sizes = (data.features, *recipe.hidden, len(data.classes))
+    sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": settings.epsilon}
+    sizes = (data.features, *settings.hidden, len(data.classes))
     for size in sizes:
         integer("sizes", size, 1)
-    least = (a * b if method in _DENSE else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
-    # For a random layout, half as many would be far off.
+    least = (a * b if method in _DENSE else min(a * b, settings.epsilon * (a + b)) for a, b in pairwise(sizes))
+    # A random layout misses this number, but never by half.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
     model = SparseMLP(
         sizes,
-        alpha=recipe.alpha,
-        dropout=recipe.dropout,
-        init=recipe.init,
-        seed=seed,
-        layout_seed=recipe.layout_seed,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        init=settings.init,
+        seed=settings.seed,
+        layout_seed=settings.layout_seed,
         **sparse,
     )
     if method == "2:4":
-        # It lives in the weights, and has nothing to do after a step.
+        # SR-STE is a parametrization of the weights: it does nothing after a step.
         left = [f"{name}: {why}" for name, why in SRSTE(model, 2, 4, skip=model.output).left.items()]
         if len(left) > 1:  # the output layer comes last
             raise BlockSparseError.expected("2:4", "layers whose inputs come in fours", "; ".join(left[:-1]))
@@ -165,9 +181,9 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The size of a network: connections are the weights that products see, density is that of all its layers, and the
-    bytes are those of parameters and layouts."""
+class NetworkSize:
+    """Size of a network: `connections` are the weights in products, `density` is that of all layers together, and
+    `stored_bytes` counts parameters and layouts."""
 
     neurons: int
     connections: int
@@ -176,19 +192,19 @@ class Facts:
     stored_bytes: int
 
 
-def facts(model: SparseMLP) -> Facts:
-    """Counts of a network.
+def size_of(model: SparseMLP) -> NetworkSize:
+    """Count a network's neurons, connections and bytes.
 
     >>> from blocksparse_lab.models.mlp import SparseMLP
-    >>> from blocksparse_lab.recipes.mlp import facts
-    >>> facts(SparseMLP([4, 3, 2], density=None))
-    Facts(neurons=9, connections=18, density=1.0, parameters=23, stored_bytes=92)
+    >>> from blocksparse_lab.recipes.mlp import size_of
+    >>> size_of(SparseMLP([4, 3, 2], density=None))
+    NetworkSize(neurons=9, connections=18, density=1.0, parameters=23, stored_bytes=92)
     """
     parameters = {name: p.numel() for name, p in model.named_parameters()}
     connections = sum(_connections(layer) for layer in model.layers)
     dense = sum(n_in * n_out for n_in, n_out in zip(model.sizes, model.sizes[1:], strict=False))
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return Facts(sum(model.sizes), connections, connections / dense, sum(parameters.values()), stored)
+    return NetworkSize(sum(model.sizes), connections, connections / dense, sum(parameters.values()), stored)
 
 
 def _connections(layer: nn.Module) -> int:
@@ -202,65 +218,38 @@ def _weight(layer: Any) -> Tensor:
     return weight
 
 
-def task(
-    recipe: Recipe,
-    model: SparseMLP,
-    data: Data,
-    method: str = "set",
-    seed: int = 0,
-    device: str = "cpu",
-    importance: Importance | None = None,
-) -> ClassifyTask:
-    """The task for the trainer, of a `network` that was made with the same method: "set", "rigl", "fixed" (sparse, and
-    never changed), "dense", or "2:4" (SR-STE, but in the output layer)."""
-    importance = importance or Importance()
-    if method in _DENSE and importance.importance_from is not None:
-        raise BlockSparseError.expected("importance pruning", "a sparse net", f"method {method}")
-    topology = Topology(
-        method=method if method in ("set", "rigl") else "none",
-        zeta=recipe.zeta,
-        evolve_every=recipe.evolve_every,
-        regrow=recipe.regrow,
-        elastic=recipe.elastic,
-        **asdict(importance),
-    )
-    about: dict[str, Any] = {"method": method, "sizes": list(model.sizes)}
-    about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
-    if method not in _DENSE:
-        about["epsilon"] = recipe.epsilon
-        if recipe.layout_seed is not None:
-            about["layout_seed"] = recipe.layout_seed
-    if recipe.init != "he":
-        about["init"] = recipe.init
+def task(settings: MLPSettings, model: SparseMLP, data: Data) -> ClassifyTask:
+    """Return the task of a `network` that was made with the same settings."""
+    s = settings
+    if s.method in _DENSE and s.importance_from is not None:
+        raise BlockSparseError.expected("importance pruning", "a sparse net", f"method {s.method}")
+    about: dict[str, Any] = {"method": s.method, "sizes": list(model.sizes)}
+    about |= {"alpha": s.alpha, "dropout": s.dropout}
+    if s.method not in _DENSE:
+        about["epsilon"] = s.epsilon
+        if s.layout_seed is not None:
+            about["layout_seed"] = s.layout_seed
+    if s.init != "he":
+        about["init"] = s.init
     penalty = None
-    if number("l1", recipe.l1, 0):
-        about["l1"] = recipe.l1
+    if number("l1", s.l1, 0):
+        about["l1"] = s.l1
 
         def penalty() -> Tensor:
-            return recipe.l1 * _weight(model.layers[0]).abs().sum()
+            return s.l1 * _weight(model.layers[0]).abs().sum()
 
-    return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about, penalty)
-
-
-def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu", shard: bool = False) -> Settings:
-    """How it is trained: as the recipe says, evaluated after each epoch."""
-    save_every = max(of.steps_per_epoch, SAVE_EVERY)
-    return by_epochs(of, recipe, warmup=0, save_every=save_every, seed=seed, device=device, shard=shard)
+    device = device_of(s.device)
+    return ClassifyTask(model, data, s.epochs, s.batch, s.topology, s.seed, device, about, penalty)
 
 
-def trainer(
-    recipe: Recipe,
-    data: Data,
-    run: str | Path,
-    method: str = "set",
-    seed: int = 0,
-    device: str = "cpu",
-    importance: Importance | None = None,
-    shard: bool = False,
-) -> Trainer:
-    """A recipe's network, ready to be trained in a folder."""
-    integer("seed", seed, 0, below=2**32)  # as in Settings, and before anything is drawn
-    model = network(recipe, data, method, seed)
-    told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}
-    of = task(recipe, model, data, method, seed, device, importance)
-    return Trainer(of, run, settings(recipe, of, seed, device, shard), told)
+def paced(settings: MLPSettings, task: ClassifyTask, **pace: Any) -> MLPSettings:
+    """Return the settings with the steps of a task, evaluated after each epoch unless `pace` says otherwise."""
+    return settings.in_epochs(task.steps_per_epoch, **{"save_every": max(task.steps_per_epoch, SAVE_EVERY)} | pace)
+
+
+def trainer(settings: MLPSettings, data: Data, run: str | Path, **pace: Any) -> Trainer:
+    """Return a trainer of a new network in a run folder; `pace` overrides how often it evaluates and saves."""
+    model = network(settings, data)
+    facts = {"data": data.name, "tested": data.tested, "epochs": settings.epochs, **asdict(size_of(model))}
+    made = task(settings, model, data)
+    return Trainer(made, run, paced(settings, made, **pace), facts)

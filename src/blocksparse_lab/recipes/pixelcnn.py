@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +38,26 @@ INITIAL_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Network:
-    """The arguments of a PixelCNN by their names, and the seed of its weights; the sizes are those of the paper."""
+class PixelCNNConfig:
+    """Arguments of a `PixelCNN` and the seed of its weights; the default sizes are those of the paper."""
 
     filters: int = option(160, "Channels of all layers; 160 in the paper.")
     resnets: int = option(5, "Gated residual layers of each resolution; 5 in the paper.")
-    mixtures: int = option(10, "Logistics of a pixel.")
-    dropout: float = option(0.5, "Within each gated residual layer.")
+    mixtures: int = option(10, "Logistic distributions per pixel.")
+    dropout: float = option(0.5, "Dropout in each gated residual layer.")
     sparse: int | None = option(None, "Groups of channels of each layer; dense unless given.")
     block_size: int | None = option(
-        None, "Of groups: our kernels, in such blocks; else PyTorch's grouped convolutions."
+        None,
+        "Blocks of this size for --sparse, not PyTorch's grouped convolutions.",
     )
-    depth: int = option(1, "Times as many gated residual layers.")
-    seed: int = option(0, "Of weights, order and dropout.")
+    depth: int = option(1, "Multiplies the number of gated residual layers.")
+    seed: int = option(0, "Random seed.")
 
-    def made(self, channels: int) -> PixelCNN:
-        """The network for images of `channels`, as drawn; the global generator is left as it was."""
+    def build(self, channels: int) -> PixelCNN:
+        """Draw the network for images of `channels`, without use of the global generator."""
         for name, size in (("filters", self.filters), ("resnets", self.resnets), ("depth", self.depth)):
             integer(name, size, 1)
-        # Of both streams and ways: the gated layers' convolutions, and those that halve and double the size.
+        # Convolutions of the gated layers, both streams, down and up; and those that halve and double the size.
         groups = self.sparse if is_int(self.sparse) and self.sparse else 1
         least = self.filters**2 * (6 * 62 * self.resnets * self.depth / groups + 40)
         check_room(f"{self.filters:,} filters, {self.resnets * self.depth:,} deep", least)
@@ -67,39 +68,33 @@ class Network:
 
 
 @dataclass(frozen=True)
-class SmallNetwork(Network):
-    """A network for a look, and the one of the command line unless told otherwise."""
+class SmallPixelCNNConfig(PixelCNNConfig):
+    """A small network, the default of the command line."""
 
     filters: int = option(32, "Channels of all layers; 160 in the paper.")
     resnets: int = option(1, "Gated residual layers of each resolution; 5 in the paper.")
 
 
 @dataclass(frozen=True)
-class PixelSettings(Settings):
-    """Adam with the betas of the paper, a rate that falls by a factor per step, Polyak's means."""
+class PixelCNNSettings(Settings):
+    """A network and its training, as in the paper: Adam, a rate that falls by a factor per step, Polyak's means.
 
-    learning_rate: float = option(1e-3, "The learning rate at first.", "lr")
-    warmup: int = option(0, "Steps over which it rises.")
-    decay: str = option("none", "How it falls besides: linear or cosine, to 0, or none.")
-    decay_per_step: float = option(0.999995, "By which the learning rate is multiplied after each step.")
+    The `seed` is that of the order of the images and of the dropout; that of the weights is in `model`.
+    """
+
+    learning_rate: float = option(1e-3, "The initial learning rate.", "lr")
+    warmup: int = option(0, "Steps over which the learning rate rises.")
+    decay: str = option("none", "Further decay of the learning rate: linear or cosine, to 0, or none.")
+    decay_per_step: float = option(0.999995, "Factor of the learning rate after each step.")
     betas: tuple[float, float] = (0.95, 0.9995)
     weight_decay: float = 0.0
-    ema: float = option(0.9995, "Evaluate a running mean of the weights of this decay; 0: none.")
-    clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
-    eval_every: int = option(1000, "Steps between evaluations; 0: at the end.")
-    seed: int = option(0, "Of weights, order and dropout.")
+    ema: float = option(0.9995, "Evaluate a running mean of the weights with this decay; 0: the weights.")
+    clip: float = option(0.0, "Clip the gradient at this norm; 0: never.")
+    eval_every: int = option(1000, "Steps between evaluations; 0: only at the end.")
     cuda_graph: bool = False
-
-
-settings = PixelSettings
-
-
-@dataclass(frozen=True)
-class Batches:
-    """What a step and an evaluation read."""
-
-    batch: int = option(16, "Images of a step.")
-    evaluated: int = option(0, "Test images per evaluation, the first ones; 0 for all.", "eval-images")
+    batch: int = option(16, "Images per step.")
+    evaluated: int = option(0, "Test images per evaluation, the first ones; 0: all.", "eval-images")
+    model: PixelCNNConfig = field(default_factory=PixelCNNConfig)
 
 
 class PixelCNNTask(EpochTask):
@@ -169,38 +164,33 @@ class PixelCNNTask(EpochTask):
         }
 
 
-def trainer(
-    network: Network, images: Images, run: str | Path, how: Settings, batch: int = 16, evaluated: int = 0
-) -> Trainer:
-    """A network, begun by some of the images, ready to be trained in a folder; the seed of `how` is that of the images'
-    order and of the dropout."""
-    model = network.made(images.shape[0])
-    about = asdict(network)
-    task = PixelCNNTask(model, images, batch, evaluated, how.seed, device_of(how.device), about)
-    if not (Path(run) / "last.safetensors").exists():  # else all of it is there
+def trainer(settings: PixelCNNSettings, images: Images, run: str | Path) -> Trainer:
+    """Return a trainer in a run folder of a new network, whose gains and biases are initialised by some images."""
+    s, config = settings, settings.model
+    model = config.build(images.shape[0])
+    task = PixelCNNTask(model, images, s.batch, s.evaluated, s.seed, device_of(s.device), asdict(config))
+    if not (Path(run) / "last.safetensors").exists():  # a checkpoint has the initialised values
         with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(network.seed)
+            torch.manual_seed(config.seed)
             model.initialise(task.ready(images.train[: min(INITIAL_BATCH, len(images.train))]))
     facts = {
         "data": images.name,
-        "tested": evaluated or len(images.test),
+        "tested": s.evaluated or len(images.test),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    return Trainer(task, run, how, facts)
+    return Trainer(task, run, settings, facts)
 
 
 def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     """The network of a checkpoint, or of a run's folder, and the shape of its images, on the CPU; with the mean
     parameters if there are any."""
     path, tensors, task = stored.read(path, KIND, "a PixelCNN")
-    config, data = (
-        stored.config_of(path, task, {field.name for field in fields(Network)}, "a PixelCNN"),
-        task.get("data"),
-    )
+    config = stored.config_of(path, task, {one.name for one in fields(PixelCNNConfig)}, "a PixelCNN")
+    data = task.get("data")
     shape = data.get("shape") if isinstance(data, dict) else None
     if not isinstance(shape, list) or len(shape) != 3:
         raise BlockSparseError.expected(str(path), "images of three dimensions", f"{shape!r:.99}")
-    usual = asdict(Network()) | config
+    usual = asdict(PixelCNNConfig()) | config
     sizes = {name: usual[name] for name in ("filters", "resnets", "depth", "mixtures")} | {"channels": shape[0]}
     checkpoint.check_sizes(path, tensors, sizes)
     state = part(tensors, "model.") | part(tensors, "ema.")
@@ -210,10 +200,10 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
         raise BlockSparseError.expected(str(path), f"{least:,} parameters or more, for {config}", f"{there:,}")
     for side in shape[1:]:
         integer(f"{path}, a side of its images", side, 1, LARGEST + 1)
-    network = Network(**(config | {"seed": 0}))  # all that it draws is in the tensors
+    network = PixelCNNConfig(**(config | {"seed": 0}))  # the tensors have all that it draws
     with stored.parameters_of(path, config):
         with torch.device("meta"):
-            model = network.made(shape[0])
+            model = network.build(shape[0])
         model.load_state_dict(state, assign=True)
     return model.eval(), (shape[0], shape[1], shape[2])
 

@@ -24,7 +24,7 @@ from ..models.resnet import ResNet
 from ..option import option
 from ..training import stored
 from ..training.memory import check_room
-from ..training.settings import by_epochs
+from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
 from .shifts import Consistency, consistency
@@ -39,25 +39,27 @@ _OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A network and its training by AdamW, whose rate rises over the first tenth of the steps and falls to 0 in a line;
-    sized for minutes on one core."""
+class ResNetSettings(EpochSettings):
+    """A network and its training by AdamW, sized for minutes on one core.
+
+    The learning rate rises over the first tenth of the steps and falls to 0 in a line.
+    """
 
     downsample: str = option("stride", "stride, or aps: adaptive polyphase sampling.")
     width: int = option(8, "Channels of the first stage, doubled from stage to stage.")
     blocks: tuple[int, ...] = option((1, 1, 1, 1), "Residual blocks of each stage.")
-    density: float | None = option(None, "Of the convolutions' blocks; dense unless given.")
-    block_size: int = option(8, "Of channels, where there is a density.")
-    blur: int = option(1, "The size of a low-pass filter before pixels are left out; 1 for none.")
-    padding_mode: str | None = option(None, "zeros or circular; by default circular of aps, zeros of stride.")
-    epochs: int = option(6, "Of the whole run.")
-    batch: int = option(64, "Images of a step.")
+    density: float | None = option(None, "Density of the convolutions' blocks; dense unless given.")
+    block_size: int = option(8, "Channels of a block, with --density.")
+    blur: int = option(1, "Size of a low-pass filter before downsampling; 1: none.")
+    padding_mode: str | None = option(None, "zeros or circular; by default circular for aps and zeros for stride.")
+    epochs: int = option(6, "Epochs.")
+    batch: int = option(64, "Images per step.")
     learning_rate: float = option(0.01, "The highest learning rate.", "lr")
-    weight_decay: float = option(0.01, "Of the weights, decoupled.")
+    weight_decay: float = option(0.01, "Decoupled weight decay.")
 
 
-class Rows:
-    """Images as `ClassifyTask` takes them: float32, each channel standardised over those to train on."""
+class ImageRows:
+    """Images for `ClassifyTask`: float32, each channel standardised over those to train on."""
 
     def __init__(self, images: Images):
         self.images, self.name, self.classes, self.digest = images, images.name, images.classes, images.digest
@@ -112,46 +114,41 @@ def augmented(
     return found.permute(0, 3, 1, 2)
 
 
-def options(recipe: Recipe, images: Images) -> dict[str, Any]:
-    """Those of the recipe's `ResNet` for some images."""
-    if not recipe.blocks or min(recipe.blocks) < 1:
-        raise BlockSparseError.expected("blocks", "one or more in each of one or more stages", recipe.blocks)
-    parts = 2 ** (len(recipe.blocks) - 1)
+def options(settings: ResNetSettings, images: Images) -> dict[str, Any]:
+    """Return the arguments of the `ResNet` for some images."""
+    blocks = settings.blocks
+    if not blocks or min(blocks) < 1:
+        raise BlockSparseError.expected("blocks", "one or more in each of one or more stages", blocks)
+    parts = 2 ** (len(blocks) - 1)
     channels, *size = images.shape
     if any(side % parts for side in size):
-        wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages"
+        wanted = f"images whose sides divide by {parts}, to be halved between {len(blocks)} stages"
         raise BlockSparseError.expected(images.name, wanted, " x ".join(map(str, size)))
-    own = {name: value for name, value in asdict(recipe).items() if name in _OPTIONS}
+    own = {name: value for name, value in asdict(settings).items() if name in _OPTIONS}
     return {"classes": len(images.classes), "channels": channels, **own}
 
 
-def trainer(
-    recipe: Recipe, images: Images, run: str | Path, seed: int = 0, device: str = "cpu", shard: bool = False
-) -> Trainer:
-    """A recipe's network, ready to be trained in a folder."""
-    about = options(recipe, images)
-    integer("width", recipe.width, 1)
-    stages = [(recipe.width << stage, count) for stage, count in enumerate(recipe.blocks)]
-    kept = 1 if recipe.density is None else max(0, recipe.density)
-    check_room(f"width {recipe.width:,}", sum(kept * count * 13 * width**2 for width, count in stages))
+def trainer(settings: ResNetSettings, images: Images, run: str | Path, **pace: Any) -> Trainer:
+    """Return a trainer of a new network in a run folder; `pace` overrides how often it evaluates and saves."""
+    s, about = settings, options(settings, images)
+    integer("width", s.width, 1)
+    stages = [(s.width << stage, count) for stage, count in enumerate(s.blocks)]
+    density = 1 if s.density is None else max(0, s.density)
+    check_room(f"width {s.width:,}", sum(density * count * 13 * width**2 for width, count in stages))
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.manual_seed(s.seed)
         model = _network(about)
-    counted = multiply_adds(model, images)
-    task = ImageTask(
-        model, Rows(images), recipe.epochs, recipe.batch, seed=seed, device=device_of(device),
-        about={"network": NETWORK, **about},
-    )  # fmt: skip
-    warmup = task.steps // 10
-    settings = by_epochs(task, recipe, warmup=warmup, save_minutes=2.0, seed=seed, device=device, shard=shard)
     facts = {
         "data": images.name,
         "tested": len(images.test),
-        "epochs": recipe.epochs,
+        "epochs": s.epochs,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "multiply_adds_per_image": counted,
+        "multiply_adds_per_image": multiply_adds(model, images),
     }
-    return Trainer(task, run, settings, facts)
+    device, about = device_of(s.device), {"network": NETWORK, **about}
+    task = ImageTask(model, ImageRows(images), s.epochs, s.batch, seed=s.seed, device=device, about=about)
+    pace = {"warmup": task.steps // 10, "save_minutes": 2.0} | pace
+    return Trainer(task, run, s.in_epochs(task.steps_per_epoch, **pace), facts)
 
 
 def multiply_adds(model: ResNet, images: Images) -> int:
@@ -191,7 +188,7 @@ def shifted(
     """The consistency of a run's network on the first `count` test images, each at all of its shifts; kept in the run
     as `consistency.json`."""
     check_shifted(count, images)
-    found = consistency(load(run), Rows(images).standardised(images.test[:count]), progress)
+    found = consistency(load(run), ImageRows(images).standardised(images.test[:count]), progress)
     checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(found), indent=1)}\n")
     return found
 

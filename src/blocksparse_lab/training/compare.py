@@ -268,7 +268,8 @@ def _range(figures: Sequence[float]) -> tuple[float, float]:
 
 def _meant(run: Run) -> dict[str, Any]:
     # A setting that did not exist when the run began had its default.
-    settings = {key: value for key, value in (asdict(Settings()) | run.settings).items() if key not in _ASIDE}
+    usual = asdict(Settings())
+    settings = {key: run.settings.get(key, default) for key, default in usual.items() if key not in _ASIDE}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
         chosen = "cell" in model  # one of several cells and patterns

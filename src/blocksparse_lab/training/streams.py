@@ -16,15 +16,16 @@ from blocksparse.errors import BlockSparseError
 from ..data.text import Text
 from ..option import option
 from .callback import Task, part_of_batch
+from .settings import Settings
 
 
 @dataclass(frozen=True)
-class Batches:
-    """What a step and an evaluation read."""
+class LanguageSettings(Settings):
+    """Settings of training a language model of bytes by Adam."""
 
-    batch: int = option(64, "Streams of text side by side.")
-    seq: int = option(128, "Bytes of a stream per step.")
-    evaluated: int = option(0, "Held-out bytes per evaluation; 0 for all.", "eval-bytes")
+    learning_rate: float = option(0.002, "The highest learning rate.", "lr")
+    batch: int = option(64, "Streams of text per step.")
+    evaluated: int = option(0, "Held-out bytes per evaluation; 0: all.", "eval-bytes")
 
 
 class Streams(Task):

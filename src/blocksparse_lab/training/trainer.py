@@ -439,26 +439,39 @@ class Trainer:
                 )
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
-        # A setting that did not exist when the run began had its default.
         settings = about.get("settings", {})
         if not isinstance(settings, dict):
             raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
-        theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | settings})
+        theirs = _flat({"task": about.get("task", {}), "settings": _complete(settings, self.settings)})
         mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
         before, now = theirs.get("settings.steps"), mine["settings.steps"]
         if is_int(before) and now > before:
-            free.add("settings.steps")
+            free |= {"settings.steps", "settings.epochs"}
         differ = [
             key for key in {**theirs, **mine} if key not in free and theirs.get(key, "none") != mine.get(key, "none")
         ]
         if differ:
+            # Settings and the description of the task share some fields.
             expected, got = (
-                ", ".join(f"{key.partition('.')[2]} {of.get(key, 'none')}" for key in differ) for of in (theirs, mine)
+                ", ".join(dict.fromkeys(f"{key.partition('.')[2]} {of.get(key, 'none')}" for key in differ))
+                for of in (theirs, mine)
             )
             raise BlockSparseError.expected(
                 str(self.run), f"what the run there was begun with: {expected}", f"{got}; take a new folder, or those"
             )
+
+
+def _complete(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
+    """Return saved settings with those that did not exist when the run began: they had their defaults.
+
+    Older versions saved the fields that all runs share. The recipe's own were compared by the task's description alone,
+    as they are now: then they count as equal.
+    """
+    mine, shared = asdict(own), asdict(Settings())
+    is_old = not settings.keys() & (mine.keys() - shared.keys())
+    usual = (mine if is_old else asdict(type(own)())) | shared
+    return {name: usual[name] for name in mine} | settings
 
 
 def device_of(name: str) -> torch.device:
