@@ -64,7 +64,7 @@ def summary(file: Path) -> str:
             "# The compiled core, fuzzed",
             "",
             "Random calls of the compiled core against float64, by `make fuzz` and, with AddressSanitizer and",
-            "UndefinedBehaviorSanitizer, by `make sanitize`. What is drawn: `tests/fuzz/`.",
+            "UndefinedBehaviorSanitizer, by `make sanitize`. The generator is in `tests/fuzz/`.",
             "",
             f"{total:,} calls in {sum(line['seconds'] for line in lines) / 3600:.1f} hours of a process, {how}: "
             f"reports: {len(faults)}.",
