@@ -270,7 +270,7 @@ def test_dropping_refuses_and_changes_nothing():
         "gate: expected a leaf": (layer, gate * 2, None),
         "gate: expected finite numbers, not all of them 0": (layer, torch.zeros(4), None),
         "gate: expected finite numbers, not all": (layer, torch.tensor([1.0, torch.nan, 0, 0]), None),
-        "optimizer: expected one that has the parameter module.values": (layer, gate, alone),
+        "optimizer: expected an optimizer with the parameter module.values": (layer, gate, alone),
         "optimizer: expected a torch.optim.Optimizer, got str": (layer, gate, "adam"),
         "module: expected one with a block-sparse weight": (torch.nn.Linear(8, 8), gate, None),
     }

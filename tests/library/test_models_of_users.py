@@ -421,7 +421,7 @@ def test_densify_refuses_an_optimizer_that_it_cannot_take_along():
     model = nn.Sequential(bs.nn.Linear(40, 48, density=0.5, block_size=8))
     with pytest.raises(bs.BlockSparseError, match=r"optimizer= requires inplace=True"):
         bs.densify(model, optimizer=torch.optim.SGD(model.parameters()))
-    with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected one that has parameters of the model"):
+    with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected an optimizer with parameters of the model"):
         bs.densify(model, inplace=True, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)]))
     assert isinstance(model[0], bs.nn.Linear)
 
@@ -494,7 +494,7 @@ def test_a_block_sparse_model_that_cannot_become_sparser_is_told_the_way_back():
         with pytest.raises(bs.BlockSparseError, match=r"applies to dense weights.*blocksparse.densify\(model\) first"):
             bs.sparsify(sparse, 0.25, force=True, **options)
     other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
-    with pytest.raises(bs.BlockSparseError, match="optimizer: expected one that has parameters of the model"):
+    with pytest.raises(bs.BlockSparseError, match="optimizer: expected an optimizer with parameters of the model"):
         bs.sparsify(sparse, 0.25, force=True, inplace=True, optimizer=other)
     both = nn.Sequential(sparse[0], bs.nn.Linear(32, 32, layout=sparse[0].layout))
     both[1].values = both[0].values

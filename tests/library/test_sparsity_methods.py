@@ -192,7 +192,7 @@ BAD = {
         ({"modules": 3}, "modules: expected a model"),
         ({"modules": bs.nn.Linear(2, 2, layout=bs.BlockLayout([[0, 0], [0, 0]], 1))},
          r"modules: expected a layer with connections, got BlockLayout\(.*nnz=0"),
-        ({"optimizer": OTHERS}, "expected one that has the parameter 0"),
+        ({"optimizer": OTHERS}, "expected an optimizer with the parameter 0"),
     ]),
     "RigL": (layers, {"optimizer": None, "end": 100}, [
         ({"end": 0}, "end: expected an int, 1 or more"),

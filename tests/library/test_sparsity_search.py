@@ -210,7 +210,7 @@ def test_bad_models_are_left_as_they_are(method):
     refused(nn.Sequential(bs.nn.Linear(8, 8)), "model: expected one with dense weights")
     refused(nn.Linear(8, 8, device="meta"), "model: expected parameters with values, got weight on the meta device")
     model = mlp()
-    refused(model, "one that has the parameter 2.weight", torch.optim.SGD(model[0].parameters(), lr=0.1))
+    refused(model, "an optimizer with the parameter 2.weight", torch.optim.SGD(model[0].parameters(), lr=0.1))
     with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.*, got list"):
         METHODS[method]([model], None)
 

@@ -14,7 +14,7 @@ from ..nn.module import BlockSparseModule, Weight, check_parameters
 from ..nn.weight_norm import WeightNorm
 from ..surgery.blocks import Blocks
 from ..surgery.model_tools import copy_model
-from ..surgery.optimizer import check_optimizer, has_parameter
+from ..surgery.optimizer import check_optimizer, trained_names
 from ..surgery.prunable import Prunable, Skip, skipped
 from ..surgery.rewire import rewire
 from .selection import Criterion, Plan, ScoredSelection
@@ -91,10 +91,8 @@ def make_sparser(
         raise BlockSparseError.expected("density", expected, f"{density} for {densities}")
     model = model if inplace else copy_model(model, otherwise="inplace=True")
     modules: dict[str, Any] = {name: model.get_submodule(stored[name].module) for name in layouts}
-    trained = {name for name in layouts if optimizer is not None and has_parameter(optimizer, modules[name].values)}
-    if optimizer is not None and not trained:
-        expected = f"an optimizer with parameters of the model, such as {next(iter(layouts))}"
-        raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
+    parameters = {name: module.values for name, module in modules.items()}
+    trained = set() if optimizer is None else trained_names(optimizer, parameters)
     for name in trained:  # before anything is changed
         check_optimizer(optimizer, modules[name].values, name)
     for name, module in modules.items():

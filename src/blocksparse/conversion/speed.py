@@ -93,8 +93,9 @@ def _slower_weights(selection: Selection, layouts: Layouts, speed: Speed) -> tup
             rows, columns = layouts[name].block_shape
             details = f"density {layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
             details += "; timings varied, is the machine busy?" if speed.is_busy else ""
-            excess = selection.excess(name)
-            reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})" + (f"; it {excess}" if excess else "")
+            reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})"
+            if excess := selection.excess(name):
+                reasons[name] += f"; it {excess}"
     return reasons, speedups
 
 

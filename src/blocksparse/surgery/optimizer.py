@@ -1,4 +1,4 @@
-"""The state that optimizers keep for a parameter, when its blocks move or another parameter takes its place."""
+"""Optimizer state of parameters whose blocks move or which other parameters replace."""
 
 from __future__ import annotations
 
@@ -15,130 +15,144 @@ from ..errors import BlockSparseError
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .sharding import local_of
 
-# How the state of new weights begins, by the names that PyTorch and others give it. At 0: means of gradients.
+# The initial state of new weights, by the names that PyTorch and other libraries use:
+# means of gradients begin at 0,
 FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "neg_pre_grad", "last_grad", "moment1"}
-# At the weight: means and copies of it, of ASGD, schedule-free optimizers, Prodigy and Lookahead.
+# means and copies of the weight (ASGD, schedule-free optimizers, Prodigy, Lookahead) at the weight,
 FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_params", "lookahead_slow_buff"}
-# At the learning rate: the steps of Rprop.
+# the step sizes of Rprop at the learning rate.
 FROM_RATE = {"step_size"}
-# By other names: near the weights it is a copy of them, and else, if never negative, it sums or averages squares. That
-# begins at the mean of the weights that stay.
+# A state of another name that is near the weights counts as a copy of them. If it is never negative, it sums or
+# averages squares and begins at the mean over the weights that stay.
 
 SECOND_MOMENTS = "exp_avg_sq", "max_exp_avg_sq", "square_avg"
-# At least, so that they differ from those of blocks that have never had a gradient.
-LEAST = 1e-30
+# Above 0, so that the state of new blocks differs from that of blocks that have never had a gradient.
+MIN_SECOND_MOMENT = 1e-30
 
 # How much larger the squares of a block's next gradients may be than those of its first one.
-SPREAD = 1.5
+GRADIENT_SPREAD = 1.5
 
 
 class ParameterState(NamedTuple):
-    """What one optimizer keeps for a parameter, which can be written to, and the parameter's group."""
+    """The writable state of one optimizer for a parameter, and the parameter's group."""
 
-    kept: dict[str, Any]
+    state: dict[str, Any]
     group: Mapping[str, Any]
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """The optimizer and those that it wraps, as accelerate, ZeroRedundancyOptimizer and Lookahead do."""
+    """Yield an optimizer and those that it wraps, as accelerate, ZeroRedundancyOptimizer and Lookahead do."""
     waiting, seen = [optimizer] if is_optimizer(optimizer) else [], set[int]()
     while waiting:
         each = waiting.pop(0)
         if id(each) not in seen:
             seen.add(id(each))
             yield each
-            for held in vars(each).values():
-                inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else [held]
-                waiting += [other for other in inner if isinstance(other, torch.optim.Optimizer)]
+            for value in vars(each).values():
+                items = value.values() if isinstance(value, dict) else value
+                items = items if isinstance(value, dict | list | tuple) else [value]
+                waiting += [item for item in items if isinstance(item, torch.optim.Optimizer)]
 
 
-def is_optimizer(given: Any) -> bool:
-    """Whether it is an optimizer, or a wrapper that passes on the groups and the state of one."""
-    if isinstance(given, torch.optim.Optimizer):
+def is_optimizer(value: Any) -> bool:
+    """Check whether a value is an optimizer, or a wrapper with the groups and the state of one."""
+    if isinstance(value, torch.optim.Optimizer):
         return True
-    return all(hasattr(given, name) for name in ("param_groups", "state", "step")) and isinstance(given.state, Mapping)
+    return all(hasattr(value, name) for name in ("param_groups", "state", "step")) and isinstance(value.state, Mapping)
 
 
 def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
-    """Whether the optimizer trains the parameter; a BlockSparseError where it is no optimizer."""
+    """Check whether the optimizer trains the parameter; raise a BlockSparseError if it is not an optimizer."""
     if not is_optimizer(optimizer):
-        several = " (of several, make a method for each)" if isinstance(optimizer, list | tuple) else ""
-        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__ + several)
+        hint = " (make a method for each optimizer)" if isinstance(optimizer, list | tuple) else ""
+        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__ + hint)
     return _group_of(optimizer, parameter) is not None
+
+
+def trained_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of parameters that the optimizer trains; raise a BlockSparseError if it trains none."""
+    trained = {name for name, parameter in parameters.items() if has_parameter(optimizer, parameter)}
+    if not trained:
+        expected = f"an optimizer with parameters of the model, such as {next(iter(parameters))}"
+        raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
+    return trained
 
 
 def _group_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any] | None:
     for group in optimizer.param_groups:
-        if any(given is parameter for given in group["params"]):
-            found: Mapping[str, Any] = group
-            return found
+        if any(each is parameter for each in group["params"]):
+            owner: Mapping[str, Any] = group
+            return owner
     return None
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what accelerate or Lightning put around it, which has neither its hooks nor its state."""
+    """Return the optimizer inside a wrapper of accelerate or Lightning, which has neither its hooks nor its state."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
-    # Some wrappers leave out the constructor of their base class, and have no hooks.
+    # Some wrappers do not call the constructor of their base class, so they have no hooks.
     return next((each for each in optimizers_in(optimizer) if hasattr(each, "_optimizer_step_pre_hooks")), optimizer)
 
 
 def trainers_of(parameter: Tensor, optimizer: Any = None) -> list[Any]:
-    """The optimizer, those that it wraps, and all others that have stepped and have the parameter."""
+    """Return the optimizer, those that it wraps, and all others that have stepped and have the parameter."""
     others = [each for each in stepped_optimizers() if _group_of(each, parameter) is not None]
     return list({id(each): each for each in (*optimizers_in(optimizer), *others)}.values())
 
 
 def states_of(parameter: Tensor, optimizer: Any = None) -> list[ParameterState]:
-    """What optimizers keep for the parameter: the given one, and all others that have stepped on it."""
-    found: dict[int, ParameterState] = {}
+    """Return the states of a parameter in an optimizer and in all others that have stepped on it."""
+    states: dict[int, ParameterState] = {}
     for each in trainers_of(parameter, optimizer):
-        kept = each.state.get(parameter)
-        if kept:  # wrappers may have the same dict
-            found.setdefault(id(kept), ParameterState(kept, _group_of(each, parameter) or {}))
-    return list(found.values())
+        state = each.state.get(parameter)
+        if state:  # a wrapper may share the dict of the optimizer inside
+            states.setdefault(id(state), ParameterState(state, _group_of(each, parameter) or {}))
+    return list(states.values())
 
 
-def follows_blocks(name: str, kept: Any, shape: torch.Size) -> bool:
-    """Whether a state has a part for each block of values of this shape: it has the shape itself, or is a factor."""
-    if isinstance(kept, Tensor) and kept.shape == shape:
+def follows_blocks(name: str, state: Any, shape: torch.Size) -> bool:
+    """Check whether a state has entries per block of values of this shape: the same shape, or a factor of it."""
+    if isinstance(state, Tensor) and state.shape == shape:
         return True
-    return len(shape) > 2 and averaged_axis(name, kept, shape) is not None
+    return len(shape) > 2 and averaged_axis(name, state, shape) is not None
 
 
 def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: bool = False) -> None:
-    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it.
+    """Raise a BlockSparseError if an optimizer lacks the parameter, or its state cannot follow blocks.
 
     Args:
-        replaced: whether another parameter, of the values, will take its place.
+        optimizer: the optimizer, or None.
+        parameter: the parameter whose blocks move, or which block-sparse values replace.
+        name: its name, for the error.
+        replaced: whether block-sparse values replace the parameter (default: its blocks move).
     """
     if optimizer is not None and not has_parameter(optimizer, parameter):
-        expected = f"one that has the parameter {name} (or name it in skip, or freeze it: requires_grad_(False))"
+        expected = f"an optimizer with the parameter {name} (or name it in skip, or freeze it: requires_grad_(False))"
         raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
     for each in optimizers_in(optimizer) if replaced else trainers_of(parameter, optimizer):
         kind = type(each).__name__
         if isinstance(each, torch.optim.LBFGS):
             raise BlockSparseError(
-                f"optimizer: {kind} keeps one vector for all parameters, which cannot follow blocks of {name}: "
+                f"optimizer: {kind} keeps one vector for all parameters, so its state cannot follow blocks of {name}: "
                 "train with SGD or Adam while layouts change"
             )
         if replaced:
             _check_takes_values(each, name)
         if (key := _copies_outside(each, parameter)) is not None:
             raise BlockSparseError(
-                f"optimizer: {kind} keeps tensors of the shape of {name} in its attribute {key}, which cannot follow "
-                f"blocks: they are to be in {kind}.state[parameter], or use an optimizer without them"
+                f"optimizer: {kind} keeps tensors for {name} in its attribute {key}, where they cannot follow blocks: "
+                f"keep them in {kind}.state[parameter], or use another optimizer"
             )
-        remedy = f"{kind} cannot follow blocks, whose places change: train with AdamW, or one that keeps such state"
+        remedy = f"the state of {kind} cannot follow blocks that move: train with AdamW, or another optimizer that can"
         check_kept(each.state.get(parameter, {}), parameter, name, remedy=remedy)
 
 
 def _copies_outside(optimizer: Any, parameter: Tensor) -> str | None:
-    """The attribute in which an optimizer keeps tensors for parameters besides its state, if it does."""
-    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for key, held in vars(optimizer).items():
-        for each in held if isinstance(held, list | tuple) else ():
-            if isinstance(each, Tensor) and each.shape == parameter.shape and id(each) not in mine:
+    """Return the attribute in which an optimizer keeps tensors of a parameter outside its state, or None."""
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for key, value in vars(optimizer).items():
+        for each in value if isinstance(value, list | tuple) else ():
+            if isinstance(each, Tensor) and each.shape == parameter.shape and id(each) not in own:
                 return key
     return None
 
@@ -152,7 +166,7 @@ def _check_takes_values(optimizer: Any, name: str) -> None:
         )
     if kind == "ZeroRedundancyOptimizer":
         raise BlockSparseError(
-            f"optimizer: {kind} cannot exchange the parameter {name} for its values: use FSDP2 "
+            f"optimizer: {kind} cannot replace the parameter {name} by block-sparse values: use FSDP2 "
             "(torch.distributed.fsdp.fully_shard), or start from block-sparse layers"
         )
 
@@ -164,13 +178,15 @@ def replace_parameter(
     convert: Callable[[Tensor], Tensor],
     absent: Tensor | None = None,
 ) -> None:
-    """Has the optimizer, those that it wraps, and others that have stepped on it, train another parameter.
+    """Replace a parameter in an optimizer, those that it wraps, and others that have stepped on it.
 
-    The state comes along. Others whose state cannot are left with the old parameter.
+    The state follows. Other optimizers whose state cannot follow keep the old parameter.
 
     Args:
-        convert: of a tensor of the old shape one of the new shape.
-        absent: bool of the new shape, the weights that did not exist before; None for none.
+        optimizer: the optimizer, or None.
+        old, new: the parameter and its replacement.
+        convert: maps a tensor of the old shape to one of the new shape.
+        absent: bool of the new shape, True for weights that did not exist before; None for none.
     """
     named = list(optimizers_in(optimizer))
     for each in trainers_of(old, optimizer):
@@ -180,14 +196,14 @@ def replace_parameter(
             group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
         if old in each.state:
             group = _group_of(each, new) or {}
-            kept = _converted(each.state.pop(old), old.shape, convert)
+            state = _convert_state(each.state.pop(old), old.shape, convert)
             if absent is not None:
-                _begin(kept, absent, new, group)
-            each.state[new] = kept
+                _initialize_absent(state, absent, new, group)
+            each.state[new] = state
 
 
 def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
-    """Whether the optimizer can train values in the place of the parameter, with the state that it has."""
+    """Check whether the optimizer can train block-sparse values instead of the parameter, with its state."""
     try:
         check_optimizer(optimizer, parameter, "", replaced=True)
     except BlockSparseError:
@@ -195,46 +211,53 @@ def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
     return True
 
 
-def _converted(kept: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _convert_state(state: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     new = {}
-    for name, each in kept.items():
+    for name, each in state.items():
         axis = averaged_axis(name, each, shape)
         if axis is not None:
-            # A block has other rows and columns than the matrix: averages of the squares that both stand for.
-            squares = convert(_product_of_factors(kept, name, axis, len(shape)))
+            # Blocks have other rows and columns than the matrix, so the squares are averaged again.
+            squares = convert(_product_of_factors(state, name, axis, len(shape)))
             new[name] = squares.mean(axis, keepdim=each.dim() == len(shape)).to(each.dtype)
         else:
             new[name] = convert(each) if isinstance(each, Tensor) and each.shape == shape else each
     return new
 
 
-def _product_of_factors(kept: Mapping[str, Tensor], name: str, axis: int, dims: int) -> Tensor:
-    """The mean squares that a factored second moment stands for, `[..., rows, columns]`."""
+def _product_of_factors(state: Mapping[str, Tensor], name: str, axis: int, dims: int) -> Tensor:
+    """Return the mean squares that a factored second moment approximates, `[..., rows, columns]`."""
     row, col = ("row", "col") if "row" in name or "col" in name else ("_r", "_c")
-    rows, cols = kept[name.replace(col, row)], kept[name.replace(row, col)]
+    rows, cols = state[name.replace(col, row)], state[name.replace(row, col)]
     if rows.dim() < dims:
         rows, cols = rows.unsqueeze(-1), cols.unsqueeze(-2)
     return rows * (cols / rows.mean(-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny))
 
 
 class Measures(NamedTuple):
-    """What is known of a state of the weights that stay."""
+    """Sums over a state of the weights that stay.
+
+    Args:
+        total: the sum of the state.
+        size: its number of elements.
+        negative: the number of elements below 0.
+        distance: the squared distance to the weights.
+        squares: the squared norm of the weights.
+    """
 
     total: float
-    numbers: int
+    size: int
     negative: int
-    """How many are below 0."""
     distance: float
-    """The sum of squares of the differences to the weights."""
     squares: float
-    """The sum of squares of the weights."""
 
 
 def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], Measures]) -> float | None:
-    """What the state of new weights begins with; None for the weights themselves.
+    """Return the initial value of a state for new weights; None for the weights themselves.
 
     Args:
-        measure: of the weights that stay.
+        name: the state's name.
+        group: the parameter group.
+        measure: returns the measures of the state over the weights that stay.
     """
     if name in FROM_ZERO:
         return 0.0
@@ -242,14 +265,14 @@ def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], Measures
         return None
     if name in FROM_RATE:
         return float(group.get("lr", 0))
-    found = measure()
-    if found.negative:
-        return None if 4 * found.distance < found.squares else 0.0
-    return max(LEAST, found.total / found.numbers) if found.numbers else 0.0
+    measures = measure()
+    if measures.negative:
+        return None if 4 * measures.distance < measures.squares else 0.0
+    return max(MIN_SECOND_MOMENT, measures.total / measures.size) if measures.size else 0.0
 
 
 def measure_state(state: Tensor, weights: Tensor | None) -> Measures:
-    """Measures a state; the weights are those of its numbers, None where it has one for several."""
+    """Measure a state and its weights; the weights are None if one number of the state stands for several."""
     distance = squares = 0.0
     if weights is not None:
         distance = float((state.float() - weights.float()).square().sum(dtype=torch.float64))
@@ -258,14 +281,14 @@ def measure_state(state: Tensor, weights: Tensor | None) -> Measures:
 
 
 class NewBlocks:
-    """Raises the second moments of new blocks to the squares of their first gradient, where these are larger.
+    """A hook before optimizer steps that raises second moments of new blocks to the squares of their first gradient.
 
-    RigL grows where gradients are large: to start at the mean of the others would move such blocks too far. Only Adam
-    and its relatives, and RMSprop, need it: in other optimizers no start lets a block move by more than a rate.
+    RigL grows blocks where gradients are large, so second moments that start at the mean of the others would move them
+    too far. Only Adam and its relatives, and RMSprop, need this; others never move a block by more than the rate.
 
     Args:
-        parameter: which an optimizer is to call this for before its steps.
-        blocks: those of the parameter, as far as this process has it, that have had no gradient yet; bool.
+        parameter: the parameter of the blocks.
+        blocks: bool, the local blocks that have had no gradient yet.
     """
 
     def __init__(self, parameter: Tensor, blocks: Tensor):
@@ -273,39 +296,38 @@ class NewBlocks:
 
     @torch.no_grad()
     def __call__(self, optimizer: Any) -> bool:
-        """Returns whether all blocks have had a gradient, or the layout has changed again."""
+        """Return whether the hook is done: all blocks have had a gradient, or the layout has changed again."""
         parameter, blocks = self._parameter(), self._blocks
         if parameter is None or parameter.grad is None or len(local_of(parameter)) != len(blocks):
             return True
-        kept, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
-        if not kept or group is None:
+        state, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
+        if not state or group is None:
             return False
         grad = local_of(parameter.grad)[blocks].float() / float(getattr(optimizer, "grad_scale", None) or 1)
-        squares = SPREAD * grad.square().flatten(1).mean(1)
-        if not squares.isfinite().all():  # an update that is skipped
+        squares = GRADIENT_SPREAD * grad.square().flatten(1).mean(1)
+        if not squares.isfinite().all():  # a GradScaler skips this update
             return False
-        least = squares
-        if "betas" in group and "step" in kept:
-            least = squares * (1 - float(group["betas"][1]) ** (float(kept["step"]) + 1))
+        minimum = squares
+        if "betas" in group and "step" in state:
+            minimum = squares * (1 - float(group["betas"][1]) ** (float(state["step"]) + 1))
         for name in SECOND_MOMENTS:
-            if isinstance(each := kept.get(name), Tensor) and each.shape == parameter.shape:
+            if isinstance(each := state.get(name), Tensor) and each.shape == parameter.shape:
                 local = local_of(each)
-                local[blocks] = local[blocks].maximum(least.view(-1, *[1] * (local.dim() - 1)).to(local.dtype))
+                local[blocks] = local[blocks].maximum(minimum.view(-1, *[1] * (local.dim() - 1)).to(local.dtype))
         self._blocks[blocks.clone()] = squares == 0
         return not bool(self._blocks.any())
 
 
-def watch_new_blocks(parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Has the next steps on the parameter raise the second moments of blocks whose state shows no gradient yet.
+def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Register `NewBlocks` for the blocks of a parameter whose state shows no gradient yet.
 
-    The state of an optimizer that is saved and loaded shows the same: their first moments are 0 and their second ones
-    are not, but equal.
+    Their first moments are 0, and their second moments are equal but not 0; so it is after saving and loading, too.
     """
-    second = next((kept[name] for name in SECOND_MOMENTS if isinstance(kept.get(name), Tensor)), None)
+    second = next((state[name] for name in SECOND_MOMENTS if isinstance(state.get(name), Tensor)), None)
     if second is None or second.dim() < 3:
         return
-    numbers, first = local_of(second).flatten(1), kept.get("exp_avg")
-    if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # nothing tells a new number from others
+    numbers, first = local_of(second).flatten(1), state.get("exp_avg")
+    if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # new numbers look like others
         return
     blocks = (numbers[:, :1] != 0).all(1) & (numbers == numbers[:, :1]).all(1)
     if isinstance(first, Tensor) and first.shape == second.shape:
@@ -317,16 +339,16 @@ def watch_new_blocks(parameter: Tensor, kept: Mapping[str, Any]) -> None:
 def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if kept := optimizer.state.get(parameter):
-                watch_new_blocks(parameter, kept)
+            if state := optimizer.state.get(parameter):
+                watch_new_blocks(parameter, state)
 
 
 before_first_step.append(_watch_loaded)
 
 
-def _begin(kept: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[str, Any]) -> None:
-    """Fills in the state of weights that did not exist before."""
-    for name, each in kept.items():
+def _initialize_absent(state: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[str, Any]) -> None:
+    """Fill in the state of weights that did not exist before."""
+    for name, each in state.items():
         if isinstance(each, Tensor) and each.shape == absent.shape:
             start = start_of(name, group, partial(measure_state, each[~absent], values.detach()[~absent]))
             each[absent] = values.detach()[absent] if start is None else start

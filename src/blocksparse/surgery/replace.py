@@ -20,7 +20,7 @@ from ..nn.multihead_attention import MultiheadAttention
 from .blocks import pad, values_of
 from .carry import carry_over, carry_parameter, hand_over_hooks, own_forward
 from .mixtures import is_experts
-from .optimizer import check_optimizer, has_parameter, replace_parameter, trainers_of
+from .optimizer import check_optimizer, replace_parameter, trained_names, trainers_of
 from .prunable import (
     CONV1D,
     CONVOLUTIONS,
@@ -267,12 +267,11 @@ def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Chan
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[_Change]) -> None:
     if optimizer is None or not changes:
         return
-    trained = [change for change in changes if has_parameter(optimizer, change.old)]
-    if not trained:
-        what = f"one that has parameters of the model, {changes[0].name} say"
-        raise BlockSparseError.expected("optimizer", what, type(optimizer).__name__)
-    for change in trained:
-        check_optimizer(optimizer, change.old, change.name, replaced=True)
+    names = {change.name: change.old for change in changes}
+    trained = trained_names(optimizer, names)
+    for change in changes:
+        if change.name in trained:
+            check_optimizer(optimizer, change.old, change.name, replaced=True)
 
 
 def _avoid_fused_encoders(model: nn.Module) -> None:
