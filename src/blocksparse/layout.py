@@ -1,4 +1,4 @@
-"""Which blocks of a weight exist: an immutable, hashable value that is independent of any device."""
+"""The layout of a weight: which of its blocks exist, as an immutable, hashable value independent of any device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .cached import cached_property
+from .bsr import import_scipy_sparse, read_scipy_bsr, read_torch_bsr
 from .checked import (
     checked_array,
     checked_block,
@@ -21,7 +21,16 @@ from .checked import (
     is_int,
 )
 from .errors import BlockSparseError
-from .indices import LARGE, compressed, few, index_type, is_rounded_mean, read_only, refuse_twice, rows_of, tensor_of
+from .indices import (
+    LARGE,
+    check_unique,
+    compress,
+    copy_to_read_only,
+    copy_to_tensor,
+    index_dtype,
+    is_hypersparse,
+    rows_from_starts,
+)
 
 __all__ = ["BlockLayout", "check_layout", "import_scipy_sparse", "layout_of_indices"]
 
@@ -29,18 +38,18 @@ Made = TypeVar("Made")
 
 
 class BlockLayout:
-    """The blocks that a weight of shape `[out_features, in_features]` stores.
+    """The positions of the blocks that a weight `[out_features, in_features]` stores.
+
+    A weight is a layout and a tensor `values` `[nnz, block_out, block_in]`. The blocks in `values` are sorted by row,
+    then by column, as in a `torch.sparse_bsr` tensor. Layouts compare and hash by content.
 
     Args:
-        mask: bool `[out_blocks, in_blocks]` (tensor, array or nested lists); True where a block is stored.
-            Integers are taken when they are all 0 or 1; floating-point masks are refused.
-        block_size: an int, or a pair (rows, columns), of the block in units of features.
-
-    A weight is this layout plus a tensor `values` of shape `[nnz, block_out, block_in]`, whose blocks are sorted
-    by row, then by column: exactly the values of a `torch.sparse_bsr` tensor. Layouts compare and hash by content.
+        mask: bool `[out_blocks, in_blocks]` (tensor, array or nested lists), True where a block is stored. Integers
+            are accepted if all are 0 or 1, floating-point numbers are not.
+        block_size: a pair (rows, columns) of a block in features, or one int for both.
 
     Raises:
-        BlockSparseError: a mask that is not a 2-D 0/1 matrix, or a block size that is not positive.
+        BlockSparseError: the mask is not a 2-D 0/1 matrix, or the block size is not positive.
 
     Example:
         >>> import blocksparse as bs
@@ -59,33 +68,37 @@ class BlockLayout:
     """(rows, columns) of a block, in features."""
     nnz: int
     """The number of stored blocks."""
-    # Stored, not computed, as each product reads these.
+    # Attributes, not properties, because each product reads them.
     shape: tuple[int, int]
     """(out_features, in_features) of the weight."""
     values_shape: tuple[int, int, int]
-    """The shape of the values of a linear weight: (nnz, block_out, block_in)."""
+    """(nnz, block_out, block_in): the shape of the values of a linear weight."""
 
     _col: np.ndarray
+    _crow: np.ndarray | None  # row starts; a hypersparse layout makes them when they are read first
+    _rows: np.ndarray | None  # the row of each block, made when it is read first
+    _transposed: tuple[BlockLayout, np.ndarray] | None
+    _hash: int | None
     _derived: dict[Hashable, Any]
     _indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
         mask = checked_mask(mask)
-        self._fill(*compressed(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
+        self._fill(*compress(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
 
     @classmethod
     def from_indices(
         cls, rows: Any, cols: Any, grid: tuple[int, int], block_size: int | tuple[int, int] = 32
     ) -> BlockLayout:
-        """Makes a layout from block coordinates in any order, without the dense mask.
+        """Make a layout from block coordinates, without a dense mask.
 
         Args:
-            rows, cols: integer vectors of equal length, the row and column of each stored block.
+            rows, cols: integer vectors of equal length, the row and column of each stored block, in any order.
             grid: (out_blocks, in_blocks).
             block_size: as for the class.
 
         Raises:
-            BlockSparseError: an index out of range, a block given twice, or lengths that differ.
+            BlockSparseError: an index is out of range, a block occurs twice, or the lengths differ.
 
         >>> import blocksparse as bs
         >>> bs.BlockLayout.from_indices([250_000 - 1, 0], [7, 9], grid=(250_000, 250_000), block_size=1)
@@ -97,37 +110,40 @@ class BlockLayout:
         keys += cols
         if np.any(keys[1:] <= keys[:-1]):
             keys.sort()
-            refuse_twice(keys, grid)
+            check_unique(keys, grid)
         return cls._from_keys(keys, grid, checked_block(block_size))
 
     @classmethod
     def _from_keys(cls, keys: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-        """The layout of these rising block numbers, int64 `[nnz]`."""
+        """Make a layout from sorted block numbers, row * in_blocks + column, int64 `[nnz]`."""
         layout = cls.__new__(cls)
-        layout._fill(*compressed(keys, grid), grid, block)
+        layout._fill(*compress(keys, grid), grid, block)
         return layout
 
     def _fill(self, lines: np.ndarray, col: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
-        # `lines` is where each row starts; where most of very many rows are empty, the row of each block.
+        """Set all attributes; `lines` are the row starts or, if the layout is hypersparse, the row of each block."""
         if "grid" in self.__dict__:
             raise AttributeError("a layout cannot be changed: make a new one instead of calling __init__ again")
         if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
-        sparse = few(len(col), grid)
+        hypersparse = is_hypersparse(len(col), grid)
         # Bypasses __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
             shape=(int(grid[0]) * block[0], int(grid[1]) * block[1]),
             values_shape=(len(col), *block),
-            nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
-            _col=read_only(col),
+            nnz=len(col),  # an int of its own: torch.compile would make a tensor of the array `_col` to read its length
+            _col=copy_to_read_only(col),
+            _crow=None if hypersparse else copy_to_read_only(lines),
+            _rows=copy_to_read_only(lines) if hypersparse else None,
+            _transposed=None,
+            _hash=None,
             _derived={},
             _indices={},
-            **{"_rows" if sparse else "_crow": read_only(lines)},
         )
-        if not sparse:
-            self.indices_on("cpu")  # made now: torch.compile cannot trace how they are made
+        if not hypersparse:
+            self.indices_on("cpu")  # now, because torch.compile cannot trace how they are made
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a layout cannot be changed: make a new one instead of setting {name!r}")
@@ -136,11 +152,9 @@ class BlockLayout:
         raise AttributeError(f"a layout cannot be changed: make a new one instead of deleting {name!r}")
 
     def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The ops take index tensors, so that a compiled or exported graph is self-contained; this maps them back.
+        # Ops have index tensors as arguments, for self-contained graphs. This leads back to the layout and its plans.
         col._blocksparse_layout = _LayoutRef(self)  # type: ignore[attr-defined]
         return crow, col
-
-    # -- what it is --------------------------------------------------------------------------------------------
 
     @property
     def density(self) -> float:
@@ -148,48 +162,45 @@ class BlockLayout:
         return self.nnz / (self.grid[0] * self.grid[1])
 
     def mask(self) -> torch.Tensor:
-        """The dense bool mask `[out_blocks, in_blocks]`, newly made."""
+        """Return the dense bool mask `[out_blocks, in_blocks]`, a new tensor."""
         mask = np.zeros(self.grid, dtype=bool)
         mask[self.row_of_block, self.col_of_block] = True
         return torch.from_numpy(mask)
 
     def crow_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks on), newly made."""
+        """Return where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks), a new tensor."""
         with torch.inference_mode(False):
             return self.indices_on(device)[0].clone()
 
     def col_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The block column of each stored block, `[nnz]`, dtype as `crow_indices`, newly made."""
+        """Return the block column of each stored block, `[nnz]`, dtype as `crow_indices`, a new tensor."""
         with torch.inference_mode(False):
             return self.indices_on(device)[1].clone()
 
     def indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns both on a device, for the library's own ops: made once, and never to be written to."""
+        """Return both index tensors on a device, cached for the library's ops, which must not write to them."""
         device = torch.device("cpu" if device is None else device)
-        found = self._indices.get(device)
-        if found is None and device.type == "cpu":
-            found = self._indices[device] = self._tag(tensor_of(self._crow), tensor_of(self._col))
-        elif found is None:
+        indices = self._indices.get(device)
+        if indices is None and device.type == "cpu":
+            indices = self._tag(copy_to_tensor(self.row_start), copy_to_tensor(self._col))
+            self._indices[device] = indices
+        elif indices is None:
             crow, col = self.indices_on("cpu")
-            with torch.inference_mode(False):  # a layout met there first can still be trained on
-                found = self._tag(crow.to(device), col.to(device))
-            if type(found[1]) is torch.Tensor:  # and not a fake one of some tracing mode, which must not outlive it
-                self._indices[device] = found
-        return found
-
-    # For plans and kernels: read-only, so that changes of index tensors that were handed out cannot reach them.
-
-    @cached_property
-    def _crow(self) -> np.ndarray:
-        crow = np.zeros(self.grid[0] + 1, dtype=self._col.dtype)
-        rows, counts = np.unique(self.row_of_block, return_counts=True)
-        crow[rows + 1] = counts
-        return read_only(np.cumsum(crow, dtype=crow.dtype, out=crow))
+            with torch.inference_mode(False):  # inference tensors could not be used in training later
+                indices = self._tag(crow.to(device), col.to(device))
+            if type(indices[1]) is torch.Tensor:  # a fake tensor must not outlive its tracing mode
+                self._indices[device] = indices
+        return indices
 
     @property
     def row_start(self) -> np.ndarray:
         """Where each block row starts, `[out_blocks + 1]`, read-only."""
-        return self._crow
+        if self._crow is None:
+            crow = np.zeros(self.grid[0] + 1, dtype=self._col.dtype)
+            rows, counts = np.unique(self.row_of_block, return_counts=True)
+            crow[rows + 1] = counts
+            self.__dict__["_crow"] = copy_to_read_only(np.cumsum(crow, dtype=crow.dtype, out=crow))
+        return self._crow  # type: ignore[return-value]
 
     @property
     def col_of_block(self) -> np.ndarray:
@@ -198,10 +209,10 @@ class BlockLayout:
 
     @property
     def row_of_block(self) -> np.ndarray:
-        """The block row of each stored block, int64 `[nnz]`, read-only; of a large layout newly made."""
-        rows = self.__dict__.get("_rows")
+        """The block row of each stored block, int64 `[nnz]`, read-only; not cached for a large layout."""
+        rows = self._rows
         if rows is None:
-            rows = read_only(np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow)))
+            rows = copy_to_read_only(np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self.row_start)))
             if self.nnz < LARGE:
                 self.__dict__["_rows"] = rows
         return rows
@@ -209,42 +220,43 @@ class BlockLayout:
     @property
     def T(self) -> BlockLayout:
         """The layout of the transposed weight."""
-        return self._transposed[0]
+        return (self._transposed or self._transpose())[0]
 
     @property
     def transpose_order(self) -> np.ndarray:
-        """For each block of `layout.T`, its position in this layout, int64 `[nnz]`, newly made."""
-        return self._transposed[1].copy()
+        """For each block of `layout.T`, its position in this layout, int64 `[nnz]`, a new array."""
+        return (self._transposed or self._transpose())[1].copy()
 
-    @cached_property
-    def _transposed(self) -> tuple[BlockLayout, np.ndarray]:
+    def _transpose(self) -> tuple[BlockLayout, np.ndarray]:
+        """Make the transposed layout and its order, and store them in both layouts."""
         if self.grid[1] * self.nnz < 2**63:  # sorting takes a tenth of the time of a stable argsort
             keys = self._col * np.int64(self.nnz) + np.arange(self.nnz)
             keys.sort()
             order = keys % max(self.nnz, 1)
         else:
             order = np.argsort(self._col, kind="stable")
-        index = index_type(self.nnz, self.grid[0])
-        if few(self.nnz, self.grid[::-1]):
+        index = index_dtype(self.nnz, self.grid[0])
+        if is_hypersparse(self.nnz, self.grid[::-1]):
             lines = self._col[order].astype(np.int64)
         else:
             lines = np.zeros(self.grid[1] + 1, dtype=index)
             np.cumsum(np.bincount(self._col, minlength=self.grid[1]), out=lines[1:])
         other = BlockLayout.__new__(BlockLayout)
         other._fill(lines, self.row_of_block[order].astype(index), self.grid[::-1], self.block_shape[::-1])
-        back = np.empty_like(order)
-        back[order] = np.arange(order.size)
-        other.__dict__["_transposed"] = (self, back)
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(order.size)
+        other.__dict__["_transposed"] = self, inverse
+        self.__dict__["_transposed"] = other, order
         return other, order
 
     def select(self, keep: Any) -> BlockLayout:
-        """The layout of some of these blocks; their values are `values[keep]`.
+        """Return the layout of some of the blocks; their values are `values[keep]`.
 
         Args:
-            keep: bool `[nnz]` (tensor, array or list), True for the blocks that stay.
+            keep: bool `[nnz]` (tensor, array or list), True for the blocks to keep.
 
         Raises:
-            BlockSparseError: another length, or numbers that are not bool.
+            BlockSparseError: `keep` has another length or dtype.
 
         >>> import torch, blocksparse as bs
         >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=1)
@@ -255,20 +267,19 @@ class BlockLayout:
         """
         keep = checked_array("keep", "a bool vector", keep)
         if keep.dtype != bool or keep.shape != (self.nnz,):
-            raise BlockSparseError.expected(
-                "keep", f"bool [{self.nnz}] for {self!r}", f"{keep.dtype} {list(keep.shape)}"
-            )
+            got = f"{keep.dtype} {list(keep.shape)}"
+            raise BlockSparseError.expected("keep", f"bool [{self.nnz}] for {self!r}", got)
         return BlockLayout._from_keys(self.keys_of_blocks()[keep], self.grid, self.block_shape)
 
     def crop(self, rows: int, columns: int) -> BlockLayout:
-        """Returns the layout of the first rows and columns: that of a mask of attention for shorter inputs, say.
+        """Return the layout of the first rows and columns, for example an attention mask for shorter inputs.
 
         Args:
-            rows, columns: in features (queries and keys, for attention), as in `shape`: multiples of the block, and no
-                more than the layout has.
+            rows, columns: how many to keep, in features (for attention: queries and keys). They must be multiples of
+                the block and not exceed `shape`.
 
         Raises:
-            BlockSparseError: sizes below 1, above those of the layout, or that are no multiples of the block.
+            BlockSparseError: a size is below 1, exceeds the layout, or is not a multiple of the block.
 
         >>> import blocksparse as bs
         >>> layout = bs.patterns.butterfly((256, 256), block_size=32)
@@ -276,32 +287,31 @@ class BlockLayout:
         BlockLayout(shape=(96, 128), block_size=(32, 32), nnz=9, density=0.75)
         """
         grid = []
-        for name, size, block, most in zip(
-            ("rows", "columns"), (rows, columns), self.block_shape, self.shape, strict=True
-        ):
+        sizes = zip(("rows", "columns"), (rows, columns), self.block_shape, self.shape, strict=True)
+        for name, size, block, most in sizes:
             if not is_int(size) or not 0 < size <= most or size % block:
-                wanted = f"a multiple of the block, {block}, up to the {most} of {self!r}"
-                raise BlockSparseError.expected(name, wanted, repr(size))
+                expected = f"a multiple of the block, {block}, up to the {most} of {self!r}"
+                raise BlockSparseError.expected(name, expected, repr(size))
             grid.append(int(size) // block)
         row, col = self.row_of_block, self._col
-        stays = (row < grid[0]) & (col < grid[1])
-        return BlockLayout._from_keys(row[stays] * grid[1] + col[stays], (grid[0], grid[1]), self.block_shape)
+        inside = (row < grid[0]) & (col < grid[1])
+        return BlockLayout._from_keys(row[inside] * grid[1] + col[inside], (grid[0], grid[1]), self.block_shape)
 
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
-        """Drops some blocks and adds others; returns the new layout and where each of its blocks comes from.
+        """Return the layout without some blocks and with others, and where each of its blocks comes from.
 
         Args:
-            drop: integer vector, the positions of blocks of this layout that go.
-            rows, cols: integer vectors of equal length, the row and column of each block that comes, in any order:
-                blocks that are not here, or are dropped in the same call.
+            drop: integer vector, the positions of the blocks to remove.
+            rows, cols: integer vectors of equal length, the row and column of each block to add, in any order. A block
+                that this call removes can be added again.
 
         Returns:
-            The new layout, and int64 `[nnz]` on the CPU: for each of its blocks the position in this layout, or -1
-            for those that came, a block that was dropped and came back among them.
+            The new layout, and int64 `[nnz]` on the CPU: the position in this layout of each block of the new one, -1
+            for added blocks.
 
         Raises:
-            BlockSparseError: positions or indices out of range, a position or a block given twice, a block that is
-                here and stays.
+            BlockSparseError: a position or an index is out of range, or occurs twice; a block to add is in the layout
+                and not removed.
 
         >>> import blocksparse as bs
         >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=1)
@@ -315,50 +325,45 @@ class BlockLayout:
         source = np.flatnonzero(stays)
         if source.size != self.nnz - drop.size:
             raise BlockSparseError.expected("drop", "each position once", "a position more than once")
-        came = np.sort(rows * self.grid[1] + cols)
-        refuse_twice(came, self.grid)
-        kept = self.keys_of_blocks()[source]
-        at = np.searchsorted(kept, came)
-        here = kept[np.minimum(at, kept.size - 1)] == came if kept.size else np.zeros(0, dtype=bool)
-        if here.any():
-            block = divmod(int(came[np.argmax(here)]), self.grid[1])
-            raise BlockSparseError.expected("rows and cols", "blocks that are not here", f"block {block}")
-        # Both lists are sorted: the i-th block that comes stands behind i others and those kept before it.
-        keys = np.insert(kept, at, came)
-        del kept, came, stays, here  # of large layouts each takes as much memory as its values
+        added = np.sort(rows * self.grid[1] + cols)
+        check_unique(added, self.grid)
+        old = self.keys_of_blocks()[source]
+        at = np.searchsorted(old, added)
+        present = old[np.minimum(at, old.size - 1)] == added if old.size else np.zeros(0, dtype=bool)
+        if present.any():
+            got = f"block {divmod(int(added[np.argmax(present)]), self.grid[1])}"
+            raise BlockSparseError.expected("rows and cols", "blocks that the layout does not have", got)
+        keys = np.insert(old, at, added)  # stays sorted, as both are
+        del old, added, stays, present  # of a large layout each takes as much memory as its values
         new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
         del keys
         return new, torch.from_numpy(np.insert(source, at, -1))
 
     def keys_of_blocks(self) -> np.ndarray:
-        """The number row * columns + column of each stored block in the grid, int64 `[nnz]`, rising; newly made."""
+        """Return row * in_blocks + column of each stored block, int64 `[nnz]`, ascending, a new array."""
         keys = self.row_of_block * self.grid[1]
         keys += self._col
         return keys
 
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
-        """Returns what `build` makes (such as a plan), made once and kept with the layout."""
+        """Return the result of `build()`, such as a plan, which is cached in the layout under `key`."""
         if key not in self._derived:
             self._derived[key] = build()
         return self._derived[key]  # type: ignore[no-any-return]
 
-    # -- as a value --------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _hash(self) -> int:
-        # For a large layout some of the columns suffice, as equality compares all.
-        some = (array[:: array.size // LARGE + 1].tobytes() for array in (self._lines, self._col))
-        return hash((self.grid, self.block_shape, self.nnz, *some))
-
     @property
     def _lines(self) -> np.ndarray:
-        """Returns `_rows` or `_crow`, whichever the layout has."""
-        return self.row_of_block if few(self.nnz, self.grid) else self._crow
+        """The rows of the blocks if the layout is hypersparse, else the row starts."""
+        return self.row_of_block if is_hypersparse(self.nnz, self.grid) else self.row_start
 
     def __hash__(self) -> int:
-        return self._hash
+        if self._hash is None:
+            # A sample of a large layout's indices suffices, because equality compares all of them.
+            sample = (array[:: array.size // LARGE + 1].tobytes() for array in (self._lines, self._col))
+            self.__dict__["_hash"] = hash((self.grid, self.block_shape, self.nnz, *sample))
+        return self._hash  # type: ignore[return-value]
 
-    # A constant to torch.compile, which cannot trace the bytes of arrays.
+    # torch.compile takes the hash as a constant, because it cannot trace the bytes of arrays.
     __hash__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
@@ -385,10 +390,8 @@ class BlockLayout:
         blocks = f"nnz={self.nnz}, density={self.density:.4g}"
         return f"BlockLayout(shape={self.shape}, block_size={self.block_shape}, {blocks})"
 
-    # -- other formats, sharing the memory of the values -------------------------------------------------------
-
     def to_torch_bsr(self, values: torch.Tensor) -> torch.Tensor:
-        """The `torch.sparse_bsr` tensor of this weight; it shares the memory of `values`.
+        """Return the weight as a `torch.sparse_bsr` tensor that shares the memory of `values`.
 
         >>> import torch, blocksparse as bs
         >>> layout = bs.patterns.dense((4, 8), block_size=4)
@@ -396,70 +399,49 @@ class BlockLayout:
         torch.Size([4, 8])
         """
         self._check_matrix_values(values)
-        return torch.sparse_bsr_tensor(
-            # Copies, as in-place methods of the tensor, among others, may write to them.
-            self.crow_indices(values.device),
-            self.col_indices(values.device),
-            values,
-            self.shape,
-            check_invariants=False,  # they hold by construction, and torch warns unless told
-        )
+        # Copies of the indices, because in-place methods of the tensor may write to them.
+        crow, col = self.crow_indices(values.device), self.col_indices(values.device)
+        # The invariants hold by construction. Without an explicit choice torch warns.
+        return torch.sparse_bsr_tensor(crow, col, values, self.shape, check_invariants=False)
 
     @classmethod
     def from_torch_bsr(cls, tensor: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
-        """(layout, values) of a 2-D `torch.sparse_bsr` tensor; the values share its memory.
+        """Return (layout, values) of a 2-D `torch.sparse_bsr` tensor; the values share its memory.
 
         Raises:
-            BlockSparseError: any other kind of tensor.
+            BlockSparseError: the tensor has another layout or other than 2 dimensions.
         """
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_bsr or tensor.dim() != 2:
-            got = f"{tensor.dim()}-D {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise BlockSparseError.expected("tensor", "a 2-D torch.sparse_bsr tensor", got)
-        values = tensor.values()
-        block = (values.shape[-2], values.shape[-1])
-        grid = (tensor.shape[0] // block[0], tensor.shape[1] // block[1])
-        crow, cols = (index.cpu().numpy() for index in (tensor.crow_indices(), tensor.col_indices()))
-        return cls._with_sorted(rows_of(crow, cols.size, grid[0]), cols, grid, block, values)
+        return cls._with_sorted(*read_torch_bsr(tensor))
 
     def to_scipy_bsr(self, values: torch.Tensor) -> Any:
-        """The `scipy.sparse.bsr_matrix` of this weight; it shares the memory of `values`, which must be on the CPU.
+        """Return the weight as a `scipy.sparse.bsr_matrix` that shares the memory of `values`, a tensor on the CPU.
 
         Raises:
-            BlockSparseError: values of another shape, or of a device or dtype that numpy lacks; scipy is missing.
+            BlockSparseError: `values` has another shape, or a device or dtype without a numpy array; scipy is missing.
         """
         self._check_matrix_values(values)
         if values.device.type != "cpu" or values.dtype in (torch.bfloat16, torch.float16):
-            raise BlockSparseError.expected(
-                "values", "on the CPU, of a dtype that scipy computes with", f"{values.dtype} on {values.device}"
-            )
+            got = f"{values.dtype} on {values.device}"
+            raise BlockSparseError.expected("values", "on the CPU, of a dtype that scipy computes with", got)
         array = values.detach().resolve_conj().resolve_neg().numpy()
-        # The matrix owns its indices: scipy's in-place methods may write to them.
-        return import_scipy_sparse().bsr_matrix(
-            (array, self._col.copy(), self._crow.copy()), shape=self.shape, copy=False
-        )
+        # Copies of the indices, because scipy's in-place methods may write to them.
+        indices = self._col.copy(), self.row_start.copy()
+        return import_scipy_sparse().bsr_matrix((array, *indices), shape=self.shape, copy=False)
 
     @classmethod
     def from_scipy_bsr(cls, matrix: Any) -> tuple[BlockLayout, torch.Tensor]:
-        """(layout, values) of a `scipy.sparse` BSR matrix; the values share its memory when its indices are sorted.
+        """Return (layout, values) of a `scipy.sparse` BSR matrix; the values share its memory if it is sorted.
 
         Raises:
-            BlockSparseError: any other format (use `.tobsr(blocksize=...)` first).
+            BlockSparseError: the matrix has another format (call `.tobsr(blocksize=...)` first).
         """
-        if getattr(matrix, "format", None) != "bsr":
-            raise BlockSparseError.expected("matrix", "a scipy.sparse BSR matrix", type(matrix).__name__)
-        block = matrix.blocksize
-        grid = (matrix.shape[0] // block[0], matrix.shape[1] // block[1])
-        rows = rows_of(matrix.indptr, matrix.indices.size, grid[0])
-        try:
-            values = torch.from_numpy(matrix.data)
-        except (TypeError, ValueError) as error:
-            raise BlockSparseError.expected("matrix", "data of a dtype and strides that torch has", error) from error
-        return cls._with_sorted(rows, matrix.indices, grid, block, values)
+        return cls._with_sorted(*read_scipy_bsr(matrix))
 
     @classmethod
     def _with_sorted(
         cls, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int], values: torch.Tensor
     ) -> tuple[BlockLayout, torch.Tensor]:
+        """Make a layout from coordinates in any order, and sort the values as it does."""
         cols = cols.astype(np.int64)
         layout = cls.from_indices(rows, cols, grid, block)
         layout.check_values(values)
@@ -469,7 +451,7 @@ class BlockLayout:
         return layout, values
 
     def check_values(self, values: torch.Tensor) -> None:
-        """Raises a BlockSparseError unless `values` is a tensor of this layout's values, kernel dims behind or not."""
+        """Raise a BlockSparseError unless `values` is a tensor `[nnz, block_out, block_in, ...]` of this layout."""
         if not isinstance(values, torch.Tensor):
             raise BlockSparseError.expected("values", f"a tensor of shape {self.values_shape}", type(values).__name__)
         if values.layout != torch.strided:
@@ -480,20 +462,11 @@ class BlockLayout:
     def _check_matrix_values(self, values: torch.Tensor) -> None:
         self.check_values(values)
         if values.dim() != 3:
-            raise BlockSparseError.expected("values", "those of a matrix, 3-D", f"shape {tuple(values.shape)}")
-
-
-def import_scipy_sparse() -> Any:
-    """Returns the module scipy.sparse; where scipy, an optional dependency, is missing, an error says how to get it."""
-    try:
-        import scipy.sparse
-    except ImportError as error:
-        raise BlockSparseError.expected("scipy", 'it installed: pip install "blocksparse-torch[lab]"', error) from error
-    return scipy.sparse
+            raise BlockSparseError.expected("values", "3 dimensions, as a matrix has", f"shape {tuple(values.shape)}")
 
 
 class _LayoutRef(weakref.ref[BlockLayout]):
-    """A weak reference that index tensors can carry into pickles and `torch.save`, where it becomes an empty one."""
+    """A weak reference that index tensors can carry through pickle and `torch.save`, after which it is empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_layout, ()
@@ -504,50 +477,20 @@ def _no_layout() -> None:
 
 
 def layout_of_indices(crow: Any, col: Any, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-    """The layout of index vectors from a file, say, whose order is that of the values.
+    """Make a layout from index vectors of values in their order, for example from a file.
 
     Raises:
-        BlockSparseError: anything but ints, starts of rows that do not rise from 0 to the number of blocks, columns
-            out of range, or not in rising order in each row.
+        BlockSparseError: the vectors are not ints, the row starts do not ascend from 0 to the number of blocks, or the
+            columns are out of range or not ascending in each row.
     """
     starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
-    layout = BlockLayout.from_indices(rows_of(starts, cols.size, grid[0]), cols, grid, block)
+    layout = BlockLayout.from_indices(rows_from_starts(starts, cols.size, grid[0]), cols, grid, block)
     if not np.array_equal(layout.col_of_block, cols):
-        raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
+        raise BlockSparseError.expected("col_indices", "ascending columns in each row", cols)
     return layout
 
 
-def layout_of_state(crow: Any, col: Any, mine: BlockLayout) -> BlockLayout:
-    """The layout of index vectors from a state dict: `mine` for those of an averaged state of this layout.
-
-    Raises:
-        BlockSparseError: as `layout_of_indices`.
-    """
-    try:
-        return layout_of_indices(crow, col, mine.grid, mine.block_shape)
-    except BlockSparseError:
-        crow = checked_array("crow_indices", "a vector of ints", crow)
-        col = checked_array("col_indices", "a vector of ints", col)
-        if are_indices_of(mine, crow, col):
-            return mine
-        if crow.dtype.kind == col.dtype.kind == "f":
-            wanted = f"ints, or a mean of states whose layout is {mine!r}"
-            got = "a mean of other layouts (blocksparse.sparsity.sync_ema keeps those of a model and its mean the same)"
-            raise BlockSparseError.expected("crow_indices and col_indices", wanted, got) from None
-        raise
-
-
-def are_indices_of(layout: BlockLayout, crow: np.ndarray, col: np.ndarray) -> bool:
-    """Whether these arrays, or each of a batch `[..., n]`, hold the layout's indices or a rounded mean of them."""
-    pairs = [(crow, layout.row_start), (col, layout.col_of_block)]
-    if crow.dtype.kind != col.dtype.kind or any(held.shape[-1:] != own.shape for held, own in pairs):
-        return False
-    held = np.concatenate([held.ravel() for held, _ in pairs])
-    own = np.concatenate([np.broadcast_to(own, held.shape).ravel() for held, own in pairs])
-    return bool((held == own).all()) or is_rounded_mean(held, own)
-
-
 def check_layout(layout: Any) -> None:
-    """Raises a BlockSparseError unless it is a BlockLayout."""
+    """Raise a BlockSparseError unless `layout` is a BlockLayout."""
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)

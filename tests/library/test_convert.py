@@ -175,13 +175,13 @@ def test_other_tensors_are_refused(kind):
 @pytest.mark.parametrize("crow", [[0, 3, 2], [1, 1, 2], [0, 1, 1]], ids=["falls", "starts late", "ends early"])
 def test_torch_bsr_with_broken_indices_is_refused(crow):
     broken = torch.sparse_bsr_tensor(crow, [0, 1], torch.ones(2, 2, 2), (4, 4), check_invariants=False)
-    with pytest.raises(BlockSparseError, match="crow_indices: expected a rise from 0 to 2"):
+    with pytest.raises(BlockSparseError, match="crow_indices: expected row starts that ascend from 0 to 2"):
         BlockLayout.from_torch_bsr(broken)
 
 
 def test_kernels_are_no_matrix():
     for convert in (LAYOUT.to_torch_bsr, LAYOUT.to_scipy_bsr):
-        with pytest.raises(BlockSparseError, match=r"those of a matrix, 3-D, got shape \(3, 2, 3, 5, 5\)"):
+        with pytest.raises(BlockSparseError, match=r"3 dimensions, as a matrix has, got shape \(3, 2, 3, 5, 5\)"):
             convert(torch.zeros(*LAYOUT.values_shape, 5, 5))
 
 
@@ -239,7 +239,7 @@ def test_broken_matrices_are_refused():
     few.data, falling.indptr = few.data[:1], np.array([0, 3, 2])
     with pytest.raises(BlockSparseError, match="values: expected shape"):
         BlockLayout.from_scipy_bsr(few)
-    with pytest.raises(BlockSparseError, match="crow_indices: expected a rise"):
+    with pytest.raises(BlockSparseError, match="crow_indices: expected row starts"):
         BlockLayout.from_scipy_bsr(falling)
     for data in (np.ones((2, 2, 2), dtype=np.longdouble), np.ones((2, 2, 2))[:, ::-1]):
         with pytest.raises(BlockSparseError, match="matrix: expected data of a dtype and strides that torch has"):

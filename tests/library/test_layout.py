@@ -148,7 +148,7 @@ def test_replaced_merges_what_stays_with_what_comes(layout, data):
         ([0.0], [], [], "drop: expected a vector of ints"),
         ([1, 1], [], [], "drop: expected each position once"),
         ([], [0, 0], [1, 1], r"each block once, got block \(0, 1\) more than once"),
-        ([0], [1], [1], r"blocks that are not here, got block \(1, 1\)"),
+        ([0], [1], [1], r"blocks that the layout does not have, got block \(1, 1\)"),
         ([], [1], [], "vectors of equal length"),
         ([], [2], [0], "rows: expected indices"),
         ([], [0], [2], "cols: expected indices"),
@@ -198,7 +198,7 @@ def test_a_few_blocks_in_very_many_rows():
     assert layout == other.T
     kept = layout.select([True, False, True])
     assert np.array_equal(kept.replaced([0], [7], [1])[0].row_of_block, [7, n - 1])
-    assert not any("_crow" in each.__dict__ for each in (layout, same, kept, other.T))
+    assert all(each._crow is None for each in (layout, same, kept, other.T))
 
 
 def test_starts_of_very_many_rows_are_found_when_they_are_asked_for():

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
-from blocksparse.indices import is_rounded_mean
+from blocksparse.state_indices import is_rounded_mean
 
 OTHERS = "got others, written to this buffer"
 SAID = f"(crow|col)_indices: expected those of .*, {OTHERS}.*DistributedDataParallel.*sparsity.sync_ema"

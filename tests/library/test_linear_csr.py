@@ -210,5 +210,5 @@ def test_training_keeps_two_indices_for_each_number():
     x = torch.randn(9, 400, requires_grad=True)
     bs.linear(x, values, layout).sum().backward()
     assert list(layout._derived) == ["linear columns"]
-    assert "_transposed" not in layout.__dict__
-    assert "_rows" not in layout.__dict__
+    assert layout._transposed is None
+    assert layout._rows is None

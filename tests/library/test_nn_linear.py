@@ -289,8 +289,8 @@ def other_layout(state, values):
         ),
         (lambda s: s | {"values": s["values"][1:]}, "values"),
         (lambda s: s | {"bias": s["bias"][1:]}, "bias"),
-        (lambda s: s | {"crow_indices": s["crow_indices"].flip(0)}, "crow_indices: expected a rise from 0 to 6"),
-        (lambda s: s | {"crow_indices": s["crow_indices"] * 2}, "crow_indices: expected a rise from 0 to 6"),
+        (lambda s: s | {"crow_indices": s["crow_indices"].flip(0)}, "crow_indices: expected row starts that ascend"),
+        (lambda s: s | {"crow_indices": s["crow_indices"] * 2}, "crow_indices: expected row starts that ascend"),
         (lambda s: s | {"crow_indices": s["crow_indices"].sum()}, "crow_indices: expected a vector of ints"),
         (lambda s: s | {"crow_indices": s["crow_indices"].double()}, "crow_indices: expected a vector of ints"),
         (lambda s: s | {"col_indices": s["col_indices"].sum()}, "col_indices: expected a vector of ints"),
@@ -307,8 +307,8 @@ def other_layout(state, values):
         (lambda s: s | {"col_indices": s["col_indices"] * 1j}, "col_indices: expected a vector of ints"),
         (lambda s: s | {"col_indices": s["col_indices"] == 0}, "col_indices: expected a vector of ints"),
         (lambda s: s | {"col_indices": torch.full((6,), 2**64 - 1, dtype=torch.uint64)}, "cols: expected indices"),
-        (lambda s: s | {"crow_indices": torch.tensor([0, 2**63 - 1, -2, 6, 6])}, "crow_indices: expected a rise"),
-        (lambda s: s | {"crow_indices": torch.tensor([0, 5, 3, 6, 6], dtype=torch.uint64)}, "expected a rise"),
+        (lambda s: s | {"crow_indices": torch.tensor([0, 2**63 - 1, -2, 6, 6])}, "crow_indices: expected row starts"),
+        (lambda s: s | {"crow_indices": torch.tensor([0, 5, 3, 6, 6], dtype=torch.uint64)}, "expected row starts"),
         (lambda s: other_layout(s, values=[1.0]), "values: expected a dense tensor, got list"),
         (lambda s: other_layout(s, values=torch.zeros(())), r"values: expected \[6, 16, 16\]"),
         (lambda s: other_layout(s, values=torch.zeros(6, 16, 16).to_sparse()), "values: expected a dense tensor"),
@@ -341,7 +341,7 @@ def test_states_of_other_blocks_are_refused_as_such(change):
 def test_unsorted_columns_are_refused():
     layer = linear(32, 16, density=None)
     state = layer.state_dict() | {"col_indices": torch.tensor([1, 0], dtype=torch.int32)}
-    with pytest.raises(RuntimeError, match="col_indices: expected those of each row in rising order"):
+    with pytest.raises(RuntimeError, match="col_indices: expected ascending columns in each row"):
         layer.load_state_dict(state)
 
 

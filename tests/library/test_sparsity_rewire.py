@@ -191,7 +191,7 @@ class Odd(torch.optim.SGD):
         ({"optimizer": "sgd"}, "optimizer: expected a torch.optim.Optimizer, got str"),
         ({"new": torch.ones(2, 1, 1)}, r"new: expected \[1, 1, 1\], got \[2, 1, 1\]"),
         ({"drop": [9]}, "drop: expected"),
-        ({"rows": [0], "cols": [1]}, "rows and cols: expected blocks that are not here"),
+        ({"rows": [0], "cols": [1]}, "rows and cols: expected blocks that the layout does not have"),
         ({"rows": [0, 1], "cols": [2, 2]}, None),
     ],
 )

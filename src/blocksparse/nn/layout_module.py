@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, are_indices_of
+from ..layout import BlockLayout
 from ..ops.graph_layout import DynamicLayout, register_indices
+from ..state_indices import has_indices
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
@@ -194,7 +195,7 @@ def holds_mean(module: Any) -> bool:
     layout, buffers = module._layout, module._buffers
     crow = _numbers_in(buffers.get("crow_indices"), layout.row_start)
     col = _numbers_in(buffers.get("col_indices"), layout.col_of_block)
-    return crow is not None and col is not None and are_indices_of(layout, crow, col)
+    return crow is not None and col is not None and has_indices(layout, crow, col)
 
 
 def _numbers_in(index: Any, own: np.ndarray) -> np.ndarray | None:

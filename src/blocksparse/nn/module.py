@@ -15,8 +15,9 @@ from .. import patterns
 from ..checked import integer
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError, Page
-from ..layout import BlockLayout, check_layout, layout_of_state
+from ..layout import BlockLayout, check_layout
 from ..patterns.weights import random_of_features
+from ..state_indices import layout_from_state
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
 from .optimizer_watch import note_left_behind, note_resized
@@ -204,7 +205,7 @@ class BlockSparseModule(LayoutModule):
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         self._check_blocks(values)
-        layout = layout_of_state(crow, col, mine)
+        layout = layout_from_state(crow, col, mine)
         shape = [layout.nnz, *self.values.shape[1:]]
         if values is None and layout != mine:
             raise BlockSparseError.expected("values", f"{shape} for {layout!r}", values)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError, Page
-from ..layout import BlockLayout, layout_of_state
+from ..layout import BlockLayout
 from ..ops.checks import in_autocast
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
+from ..state_indices import layout_from_state
 from .layout_module import INDICES_WANTED, LayoutModule
 from .linear import Linear, LinearModule
 from .module import BlockSparseModule, check_parameters
@@ -59,7 +60,7 @@ class QuantizedModule(LayoutModule):
         layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
         if crow is not None and col is not None:
             self._check_blocks(given.get("values"))
-            layout = layout_of_state(crow, col, layout)
+            layout = layout_from_state(crow, col, layout)
         elif given:
             raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
         tensors = [name for name in SHAPES if name in given]

@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checked import checked_array, checked_ints
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, are_indices_of, layout_of_indices
+from ..layout import BlockLayout, layout_of_indices
+from ..state_indices import has_indices
 
 
 class GraphLayout(NamedTuple):
@@ -104,7 +105,7 @@ def registered_layout(crow: Tensor, col: Tensor) -> BlockLayout | None:
         arrays = (
             checked_array(name, "indices", index) for name, index in (("crow_indices", crow), ("col_indices", col))
         )
-        if not are_indices_of(layout, *arrays):
+        if not has_indices(layout, *arrays):
             got = "others, written to the buffers of a module: load its values and indices again"
             raise BlockSparseError.expected("crow_indices and col_indices", f"those of {layout!r}", got)
         register_indices(layout, crow, col)

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from blocksparse.indices import rows_of
+from blocksparse.indices import rows_from_starts
 from blocksparse.layout import BlockLayout
 from blocksparse.nn.module import BlockSparseModule
 
@@ -88,7 +88,7 @@ class FlatModel:
         layouts = []
         for layout in self.layouts():
             crow, col, topology = topology.tensor_split([layout.grid[0] + 1, layout.grid[0] + 1 + layout.nnz])
-            rows = rows_of(crow.numpy(), layout.nnz, layout.grid[0])
+            rows = rows_from_starts(crow.numpy(), layout.nnz, layout.grid[0])
             layouts.append(BlockLayout.from_indices(rows, col.numpy(), layout.grid, layout.block_shape))
         return layouts
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from ...cached import cached_property
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..cpu_plan import check_int32
@@ -62,13 +61,12 @@ class Runs:
     end: np.ndarray
     out_step: int
     in_step: int
+    packed: np.ndarray = field(init=False)  # all fields in one vector, for the compiled core
 
-    @cached_property
-    def packed(self) -> np.ndarray:
-        """All fields in one vector, for the compiled core."""
+    def __post_init__(self) -> None:
         head = [len(self.first), self.out_step, self.in_step]
         lists = self.first, self.count, self.tap_start, self.tap, self.at, self.begin, self.end
-        return np.concatenate([head, *lists]).astype(np.int64)
+        object.__setattr__(self, "packed", np.concatenate([head, *lists]).astype(np.int64))
 
 
 @lru_cache(maxsize=4096)
