@@ -318,7 +318,7 @@ def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
         invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     markdown = (tmp_path / "tiny.md").read_text()
     assert list(table_of(markdown)) == ["dense"]
-    assert "| group lasso-0 | layers.0.weight: expected a block that is kept (by a lower strength" in markdown
+    assert "| group lasso-0 | layers.0.weight would keep no block: use a lower strength" in markdown
 
 
 def test_inputs(points, quick, monkeypatch, tmp_path):

@@ -123,7 +123,7 @@ def test_equal_blocks_go_at_random_by_the_seed(method):
 def test_frozen_weights_stay_dense():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     model[0].requires_grad_(False)
-    with pytest.warns(bs.errors.SparsityWarning, match=r"GradualPruning leaves 0\.weight dense, which are frozen"):
+    with pytest.warns(bs.errors.SparsityWarning, match=r"GradualPruning leaves frozen weights dense: 0\.weight\."):
         method = GradualPruning(model, density=0.25, end=2, every=1, block_size=8)
     assert not method.step() or method.step()
     kept = method.layouts()["2.weight"]

@@ -206,7 +206,7 @@ def test_everything_is_shut():
     method = L0Gates(layer, optimizer, samples=10, block_size=4)
     for log_alpha in method.parameters():
         log_alpha.data.fill_(-3)
-    with pytest.raises(bs.BlockSparseError, match=r"weight: expected a block that is kept \(by a lower strength"):
+    with pytest.raises(bs.BlockSparseError, match=r"weight would keep no block: use a lower strength"):
         method.finish()
     assert hasattr(layer, "parametrizations")
     assert optimizer.param_groups[1]["params"], "nothing has changed"

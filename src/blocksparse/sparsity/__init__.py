@@ -1,4 +1,4 @@
-"""Methods that train sparse networks, and methods that make dense ones sparse."""
+"""Methods that train sparse networks or make dense networks sparse."""
 
 from ..surgery.compact import compact
 from ..surgery.rewire import rewire

@@ -1,4 +1,4 @@
-"""What all methods have in common that work while a model is trained: one place in the training loop, one state."""
+"""The base class of all methods that work during training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .updates import Updates
 
 
 class TrainingMethod:
-    """Changes which weights of a model are stored, or used, while it is trained.
+    """A method that changes which weights of a model are stored or used during training.
 
-    Every method is called at the same place, once in each iteration:
+    Every method is called at the same place of the training loop, once per iteration:
 
         optimizer.zero_grad()
-        loss(model(x)).backward()       # with + method.penalty(), where a method has one
+        loss(model(x)).backward()       # + method.penalty(), if the method has one
         optimizer.step()
         method.step()
 
-    What a method needs of the backward pass it collects by hooks. `begin`, `end` and `every` count calls of `step`,
-    the first of which is number 1: nothing changes before call `begin`, the last change is at or before call `end`
-    (only MovementPruning's choice moves on until `finish`).
-    Where a paper counts epochs, `step` is called after each epoch, or `every` is a number of iterations.
+    Methods collect what they need of the backward pass by hooks. `begin`, `end` and `every` count calls of `step`; the
+    first call is number 1. Nothing changes before call `begin`, and the last change is at or before call `end`; only
+    MovementPruning keeps exchanging blocks until `finish`. If a paper counts epochs, call `step` after each epoch, or
+    set `every` to the iterations per epoch.
 
-    A call does not count, and changes nothing, if the optimizer has not updated the weights since the backward pass:
-    accelerate's optimizer while gradients are accumulated, GradScaler's after an overflow. In a loop of your own that
-    accumulates gradients, call `step` after each `optimizer.step()`, not after each backward pass: before the first
-    update every call counts.
+    A call does not count, and changes nothing, if the optimizer has skipped the update since the backward pass:
+    accelerate does so while it accumulates gradients, GradScaler after an overflow. If your own loop accumulates
+    gradients, call `step` after each `optimizer.step()`, not after each backward pass: every call before the first
+    update counts.
     """
 
     calls = 0
@@ -42,49 +42,49 @@ class TrainingMethod:
         return self.__dict__ | {"_updates": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Neither an optimizer nor a parameter takes its hooks along when it is copied or pickled.
+        # Copies and pickles of optimizers and parameters have no hooks.
         self.__dict__.update(state)
         self._watch_updates()
 
     @property
     def finished(self) -> bool:
-        """Whether the method has done its last, so that no call can follow."""
+        """Whether `finish` was called, after which all other calls raise."""
         return False
 
     def step(self) -> bool:
-        """Counts a call after an update; returns whether this one may have changed the pattern.
+        """Count a call after an update; return whether it may have changed the pattern.
 
         Raises:
-            BlockSparseError: the method is finished.
+            BlockSparseError: `finish` was called.
         """
         self._check_unfinished("step")
-        if self._updates is not None and self._updates.missing():
+        if self._updates is not None and self._updates.was_missed():
             return False
         self.calls += 1
         with torch.no_grad():
             return self._step()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state to save besides those of the model and the optimizer."""
+        """Return the state to save, in addition to the states of the model and the optimizer."""
         return {"calls": torch.tensor(self.calls)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Resumes from a state; the model's and the optimizer's states are loaded as usual.
+        """Resume from a state. Load the states of the model and the optimizer as usual.
 
         Raises:
-            BlockSparseError: a state of something else, or the method is finished.
+            BlockSparseError: the state of another method, or `finish` was called.
         """
         self._check_unfinished("load_state_dict")
         check_state(state, self.state_dict())
         self.calls = int(state["calls"])
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Continues with another optimizer of the same parameters, such as that of a second run.
+        """Continue with another optimizer of the same parameters, such as the optimizer of a second run.
 
-        A method that was made without an optimizer stays without one.
+        A method that was created without an optimizer stays without one.
 
         Raises:
-            BlockSparseError: an optimizer without one of the weights; the method is finished.
+            BlockSparseError: the optimizer lacks one of the weights, or `finish` was called.
         """
         self._check_unfinished("use_optimizer")
         if self.optimizer is None or unwrapped(self.optimizer) is unwrapped(optimizer):
@@ -96,7 +96,7 @@ class TrainingMethod:
         self._watch_updates()
 
     def _named_parameters(self) -> dict[str, Tensor]:
-        """The parameters whose pattern the method changes, by name."""
+        """Return the parameters whose pattern the method changes, by name."""
         return {}
 
     def _watch_updates(self) -> None:
@@ -107,6 +107,6 @@ class TrainingMethod:
     def _step(self) -> bool:
         return False
 
-    def _check_unfinished(self, what: str) -> None:
+    def _check_unfinished(self, call: str) -> None:
         if self.finished:
-            raise BlockSparseError(f"{what}() after finish(): use the model that finish returned, or make a new method")
+            raise BlockSparseError(f"{call}() after finish(): use the model that finish returned, or make a new method")

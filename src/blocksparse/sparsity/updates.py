@@ -1,4 +1,4 @@
-"""Counts the real updates of an optimizer: a call of its step may leave all weights as they are."""
+"""Detection of optimizer steps that update no weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from ..surgery.optimizer import unwrapped
 
 
 class Updates:
-    """Sees, by hooks, whether an optimizer has updated its parameters after the last backward pass.
+    """A record, kept by hooks, of whether an optimizer has updated its parameters since the last backward pass.
 
-    Training loops call `optimizer.step`, and it does nothing: accelerate's while gradients are accumulated, and
-    GradScaler's after an overflow. An optimizer whose hooks do not run, such as in a CUDA graph, counts as one that
-    updates at each call.
+    Some calls of `optimizer.step` do nothing: accelerate's while it accumulates gradients, GradScaler's after an
+    overflow. An optimizer whose hooks do not run, as in a CUDA graph, is assumed to update at each call.
 
     Args:
-        optimizer: may be wrapped by accelerate; None if it is not known.
-        parameters: the hooks see the backward passes of the first one that is trained.
+        optimizer: the optimizer, possibly wrapped by accelerate; None if it is unknown.
+        parameters: the parameters; hooks observe the backward passes of the first one that is trained.
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[Tensor]):
@@ -39,18 +38,18 @@ class Updates:
             self._hooks.append(unwrapped(optimizer).register_step_post_hook(partial(_after_update, ref(self))))
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def missing(self) -> bool:
-        """Whether a backward pass, but no update has come since the last call of this."""
-        missing = self._backward and not self._updated
+    def was_missed(self) -> bool:
+        """Return whether a backward pass came without an update since the last call of this method."""
+        missed = self._backward and not self._updated
         self._backward = self._updated = False
-        return missing and (self._ever_updated or _accelerate_accumulates() or self._overflowed())
+        return missed and (self._ever_updated or _accelerate_accumulates() or self._overflowed())
 
     def _overflowed(self) -> bool:
-        """Whether the first update was skipped: GradScaler skips it if a gradient is not finite."""
+        """Check whether the first update was skipped: GradScaler skips it if a gradient is not finite."""
         if self.optimizer is None:
             return False
         if getattr(self.optimizer, "step_was_skipped", False):  # accelerate's
@@ -60,24 +59,24 @@ class Updates:
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer, whose step GradScaler calls after an overflow too, is skipping an update."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    """Check whether a fused optimizer skips this update; GradScaler calls its step after an overflow too."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _accelerate_accumulates() -> bool:
-    """Whether accelerate has told all its optimizers that gradients are still being accumulated."""
+    """Check whether accelerate is accumulating gradients."""
     accelerate = sys.modules.get("accelerate.state")
     return accelerate is not None and not accelerate.GradientState._shared_state.get("sync_gradients", True)
 
 
 def _after_backward(updates: ref[Updates], *_: Any) -> None:
-    if (mine := updates()) is not None:
-        mine._backward = True
+    if (record := updates()) is not None:
+        record._backward = True
 
 
 def _after_update(updates: ref[Updates], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (mine := updates()) is not None and not was_skipped(optimizer):
-        mine._updated = True
+    if (record := updates()) is not None and not was_skipped(optimizer):
+        record._updated = True
         # Replays of a CUDA graph run no hooks.
-        mine._ever_updated = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        record._ever_updated = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

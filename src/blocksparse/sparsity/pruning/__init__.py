@@ -1,1 +1,1 @@
-"""Methods that make dense weights block-sparse while they are trained."""
+"""Methods that make dense weights block-sparse during training."""

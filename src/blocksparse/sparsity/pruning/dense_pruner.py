@@ -22,34 +22,32 @@ from .schedule import CubicSchedule, Ramp
 
 
 class DensePruner(TrainingMethod):
-    """Finds the blocks to keep while a dense model is trained, and then stores only these.
+    """A method that selects blocks of dense weights during training, and stores only these at the end.
 
-    `step` is called after each `optimizer.step()`, and `finish` once, at the end: it puts block-sparse modules in the
-    place of the dense ones, whose outputs are the same but for blocks that a
-    `density` cuts, and takes the optimizer's state along.
+    Call `step` after each `optimizer.step()`, and `finish` once at the end. `finish` replaces the dense modules by
+    block-sparse ones with the same outputs, except for blocks that a `density` cuts, and the optimizer's state follows.
 
     Args:
-        model: with dense weights of torch.nn's linear layers, convolutions and LSTMs.
-        optimizer: the one that trains them; None without one, or if it keeps no state.
-        block_size: an int or (rows, columns) of the weights `[out, in]`. Of one column and all rows a block is an
-            input feature.
-        skip: what stays dense: modules, or their names in the model, or names of weights. Frozen weights
-            (`requires_grad` False) stay dense too, with a `SparsityWarning`; one that is frozen later keeps the blocks
-            that it has then.
+        model: a model with linear layers, convolutions or LSTMs of torch.nn.
+        optimizer: the optimizer that trains them; None (default) if there is none or it keeps no state.
+        block_size: an int, 32 by default, or (rows, columns) of the weights `[out, in]`. A block of one column and all
+            rows is an input feature.
+        skip: modules, names of modules or names of weights that stay dense; none by default. Frozen weights
+            (`requires_grad` False) stay dense too, with a `SparsityWarning`; a weight that is frozen later keeps the
+            blocks that it has then.
 
     Raises:
-        BlockSparseError: a model without weights that can become block-sparse and are trained, or with one on the meta
-            device; an
-            optimizer without one of them; a name that the model does not have; under FSDP2, a layer that fully_shard
-            was applied to alone, an LSTM whose biases blocks would pad.
+        BlockSparseError: no trained weight of the model can become block-sparse, or one is on the meta device; the
+            optimizer lacks one of them; the model has no such name; under FSDP2, `fully_shard` was applied to a layer
+            alone, or an LSTM's biases would need padding.
     """
 
     end: int | None = None
-    """The call of `step` from which on `finish` may be called; None for any."""
+    """The call of `step` after which `finish` may be called; None for any."""
     takes_shards = False
-    """Whether it works on weights that FSDP2 has sharded."""
+    """Whether the method supports weights that FSDP2 has sharded."""
     remedy = "a higher density"
-    """What is to be changed where a weight was left without a block."""
+    """What errors recommend if a weight would keep no block."""
 
     def __init__(
         self,
@@ -61,28 +59,30 @@ class DensePruner(TrainingMethod):
     ):
         if isinstance(model, nn.Module):
             reshard(model)
-        known = survey(model, block_size, skip)
-        for weight, reason in known:
+        surveyed = survey(model, block_size, skip)
+        for weight, reason in surveyed:
             if reason == ALONE:
                 expected = "a layer in a module that fully_shard is applied to, or one in skip"
                 raise BlockSparseError.expected(weight.name, expected, "fully_shard applied to the layer alone")
-        found = [weight for weight, reason in known if reason is None]
-        found = without_frozen(found, type(self).__name__)
-        warn_of_unexpected({weight.name: reason for weight, reason in known}, type(self).__name__)
-        if not found:
+        weights = [weight for weight, reason in surveyed if reason is None]
+        weights = without_frozen(weights, type(self).__name__)
+        warn_of_unexpected({weight.name: reason for weight, reason in surveyed}, type(self).__name__)
+        if not weights:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
-            raise BlockSparseError.expected("model", expected, _why_nothing(model, known), Page.PRUNE)
+            raise BlockSparseError.expected("model", expected, _describe_weights(model, surveyed), Page.PRUNE)
         self.model, self.optimizer = model, optimizer
-        self.weights = {weight.name: weight for weight in found}
+        self.weights = {weight.name: weight for weight in weights}
         self.dense: dict[str, Tensor] = {}
-        for weight in found:
+        for weight in weights:
             if is_fsdp_sharded(weight.module, weight.parameter) and not self.takes_shards:
-                expected = "a weight that this process has whole; GradualPruning and ThresholdPruning take sharded ones"
-                raise BlockSparseError.expected(weight.name, expected, "one that FSDP2 has sharded")
+                raise BlockSparseError(
+                    f"{type(self).__name__} cannot prune {weight.name}, which FSDP2 has sharded: use GradualPruning or "
+                    "ThresholdPruning, or name it in skip"
+                )
             check_optimizer(optimizer, weight.tensor, weight.name, replaced=True)
             self.dense[weight.name] = weight.tensor
-        check_padding(found)
-        self.blocks = {weight.name: weight.blocks for weight in found}
+        check_padding(weights)
+        self.blocks = {weight.name: weight.blocks for weight in weights}
         self._layouts: dict[str, BlockLayout] | None = None
         self._watch_updates()
 
@@ -92,7 +92,7 @@ class DensePruner(TrainingMethod):
 
     def step(self) -> bool:
         changed = super().step()
-        if self.calls == 1:  # the optimizer has a state now: better refused here than by `finish`
+        if self.calls == 1:  # the optimizer has a state now; without this check the error would come in `finish`
             self._check_optimizer()
         return changed
 
@@ -101,33 +101,33 @@ class DensePruner(TrainingMethod):
             check_optimizer(self.optimizer, dense, name, replaced=True)
 
     def layouts(self) -> dict[str, BlockLayout]:
-        """The layout that each weight would get now, by its name; after `finish` the one that it has got."""
+        """Return the layout that each weight would get now, by name; after `finish`, the layouts that it set."""
         if self._layouts is not None:
             return dict(self._layouts)
         with torch.no_grad():
-            return {name: BlockLayout(keep, self.blocks[name].block_shape) for name, keep in self._kept().items()}
+            return {name: BlockLayout(mask, self.blocks[name].block_shape) for name, mask in self._masks().items()}
 
     @property
     def density(self) -> float:
-        """The part of the numbers in all these weights that the layouts store."""
+        """The fraction of the values of these weights that the layouts store."""
         layouts = self.layouts()
         stored = sum(layouts[name].nnz * blocks.size for name, blocks in self.blocks.items())
         return stored / sum(blocks.grid[0] * blocks.grid[1] * blocks.size for blocks in self.blocks.values())
 
     def finish(self, layouts: Mapping[str, BlockLayout] | None = None, *, early: bool = False) -> nn.Module:
-        """Makes the weights block-sparse, with exactly the blocks that are kept; gradients of them are cleared.
+        """Make the weights block-sparse with the selected blocks; this clears their gradients.
 
         Args:
-            layouts: instead of its own, those that `layouts()` gave after the `finish` of a run that is to go on from a
-                checkpoint behind it. May be called at once then, before states are loaded.
-            early: whether to finish before the end of the schedule too, at the density that it has reached.
+            layouts: layouts to use instead of the selected ones. To resume from a checkpoint that was saved after
+                `finish`, pass what `layouts()` returned there, before you load states.
+            early: whether to finish before the end of the schedule, at the density reached so far; False by default.
 
         Returns:
-            The model; another object only where the model itself is a layer that became block-sparse.
+            The model. It is a different object only if the model itself is a layer that became block-sparse.
 
         Raises:
-            BlockSparseError: before the last step of a schedule without `early`, a second time, a weight without any
-                block that is kept, an optimizer whose state cannot follow, layouts that do not fit the weights.
+            BlockSparseError: the schedule has steps left and `early` is False; `finish` was called before; a weight
+                would keep no block; the optimizer's state cannot follow; layouts that do not fit the weights.
 
         >>> import torch, blocksparse as bs
         >>> method = bs.sparsity.GradualPruning(torch.nn.Linear(64, 64), density=0.25, block_size=8, end=4, every=1)
@@ -145,25 +145,25 @@ class DensePruner(TrainingMethod):
             layouts = self.layouts()
         for name, layout in layouts.items():
             if layout.nnz == 0:
-                expected = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
-                raise BlockSparseError.expected(name, expected, repr(layout))
+                raise BlockSparseError(f"{name} would keep no block: use {self.remedy}, or name the weight in skip")
         self._check_optimizer()
         reshard(self.model)
         self.settle()
         self.model = replace_with_sparse(self.model, layouts, self.optimizer)
         self._layouts = dict(layouts)
-        # So that keeping the method does not keep the dense weights in memory.
+        # Otherwise a reference to the method would keep the dense weights in memory.
         self.dense.clear()
         self.weights.clear()
         return self.model
 
-    def _kept(self) -> Mapping[str, Tensor]:
+    def _masks(self) -> Mapping[str, Tensor]:
+        """Return the blocks to store, bool `[out_blocks, in_blocks]` by weight."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Leaves the model dense, with plain weights that have their last values, under their own names.
+        """Leave the model dense, with plain weights under their own names and with their last values.
 
-        So it saves and loads like any model; `finish(early=True)` may follow.
+        The model then saves and loads like any other. `finish(early=True)` may follow.
         """
 
     def _named_parameters(self) -> dict[str, Tensor]:
@@ -178,15 +178,15 @@ class DensePruner(TrainingMethod):
             )
 
     def _trained(self) -> list[str]:
-        """The names of the weights that are not frozen now; the others keep the blocks that they have."""
+        """Return the names of the weights that are not frozen now; frozen ones keep their blocks."""
         return [name for name, dense in self.dense.items() if dense.requires_grad]
 
 
 def without_frozen(weights: list[Prunable], method: str) -> list[Prunable]:
-    """The weights that are trained; a SparsityWarning lists the others.
+    """Return the weights that are trained; a SparsityWarning lists the frozen ones.
 
     Raises:
-        BlockSparseError: none is.
+        BlockSparseError: all are frozen.
     """
     frozen = [weight.name for weight in weights if not weight.tensor.requires_grad]
     if frozen and len(frozen) == len(weights):
@@ -194,38 +194,38 @@ def without_frozen(weights: list[Prunable], method: str) -> list[Prunable]:
         raise BlockSparseError.expected("model", expected, f"frozen ones: {', '.join(frozen)}")
     if frozen:
         warnings.warn(
-            f"{method} leaves {', '.join(frozen)} dense, which are frozen: set requires_grad_(True) before to prune "
-            "them too, or name them in skip",
+            f"{method} leaves frozen weights dense: {', '.join(frozen)}. To prune them too, call requires_grad_(True) "
+            "first. To silence this warning, name them in skip.",
             SparsityWarning,
             stacklevel=4,
         )
     return [weight for weight in weights if weight.tensor.requires_grad]
 
 
-def _why_nothing(model: nn.Module, known: list[tuple[Prunable, str | None]]) -> str:
-    """What a model has instead of weights that can become block-sparse."""
-    reasons = [f"{weight.name}: {reason}" for weight, reason in known][:MAX_NAMED]
+def _describe_weights(model: nn.Module, surveyed: list[tuple[Prunable, str | None]]) -> str:
+    """Describe, for an error, a model without weights to prune."""
+    reasons = [f"{weight.name}: {reason}" for weight, reason in surveyed][:MAX_NAMED]
     if any(isinstance(module, BlockSparseModule) for module in model.modules()):
         reasons.append("it is block-sparse already: GradualBlockPruning prunes such layers")
     return f"{type(model).__name__} ({'; '.join(reasons) or 'without weights'})"
 
 
 def warn_of_unexpected(reasons: Mapping[str, str | None], method: str) -> None:
-    """Warns of weights that stay dense for a reason that their owner may not know of."""
+    """Warn of weights that stay dense for a reason that users may not expect."""
     unexpected = [f"{name}: {reason}" for name, reason in reasons.items() if isinstance(reason, Unexpected)]
     if unexpected:
         listed = "; ".join(unexpected[:MAX_NAMED]) + (
             f"; and {len(unexpected) - MAX_NAMED} more" * (len(unexpected) > MAX_NAMED)
         )
         warnings.warn(
-            f"{method} leaves some weights dense (name them in skip if that is right): {listed}",
+            f"{method} leaves some weights dense (name them in skip to silence this warning): {listed}",
             SparsityWarning,
             stacklevel=4,
         )
 
 
-class Masked(DensePruner):
-    """Sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
+class MaskedPruner(DensePruner):
+    """A pruner that sets blocks to 0 after each `step`, whatever the optimizer did to them."""
 
     takes_shards = True
     schedule: CubicSchedule | Ramp
@@ -248,13 +248,14 @@ class Masked(DensePruner):
         reshard(self.model)
         due = self.schedule.due(self.calls)
         if due:
-            self._change()
+            self._prune()
         for name, keep in self.keep.items():
             mask_blocks_(self.blocks[name], self.dense[name], keep)
         return due
 
-    def _change(self) -> None:
+    def _prune(self) -> None:
+        """Update `keep`."""
         raise NotImplementedError
 
-    def _kept(self) -> Mapping[str, Tensor]:
+    def _masks(self) -> Mapping[str, Tensor]:
         return self.keep

@@ -16,7 +16,7 @@ from ...surgery.weight_handle import WeightHandle, handle_of
 from ..lines import lines_of
 from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms, top_blocks
 from ..sparse_training.dynamic_sparsity import DynamicSparsity, Modules
-from .dense_pruner import Masked
+from .dense_pruner import MaskedPruner
 from .schedule import CubicSchedule
 
 
@@ -51,7 +51,7 @@ class _MagnitudeSelection:
         )
 
 
-class GradualPruning(_MagnitudeSelection, Masked):
+class GradualPruning(_MagnitudeSelection, MaskedPruner):
     """Gradual magnitude pruning of dense weights, in blocks. Call `step` after each `optimizer.step()`.
 
     The density falls from 1 to `density` by a cubic schedule (`CubicSchedule`): the blocks with the smallest norms
@@ -109,11 +109,11 @@ class GradualPruning(_MagnitudeSelection, Masked):
         self._configure(CubicSchedule(density, begin, end, every), norm, scope, self.blocks)
         self.end, self.seed, self.keep_lines = end, integer("seed", seed, 0), keep_lines
 
-    def _change(self) -> None:
+    def _prune(self) -> None:
         norms = {}
         for name in self._trained():
             found = dense_norms(self.blocks[name], self.dense[name], self.norm)
-            # Below any norm, so that a removed block never comes back in the place of a stored zero.
+            # -inf is below any norm: a removed block never replaces a block of zeros that is kept.
             norms[name] = found.masked_fill(~self.keep[name].to(found.device), -torch.inf)
         self.keep |= self._select(norms, self.blocks)
 
@@ -173,12 +173,12 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)
 
-    def _change(self) -> None:
+    def _change_layouts(self) -> None:
         weights = {name: weight for _, name, weight in self._trained()}
         norms = {}
         for name, weight in weights.items():
             found = stored_norms(weight, self.norm)
-            # Below any norm, so that no absent block is chosen before a stored zero.
+            # -inf is below any norm: no absent block replaces a stored block of zeros.
             grid = np.full(weight.layout.grid, -np.inf, dtype=found.dtype)
             grid[weight.layout.row_of_block, weight.layout.col_of_block] = found
             norms[name] = torch.from_numpy(grid)

@@ -1,4 +1,4 @@
-"""Group lasso over blocks: a penalty on their norms that makes whole blocks 0."""
+"""Group lasso over blocks: a penalty on their norms, which makes whole blocks 0."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ MODES = ("proximal", "penalty")
 
 
 class GroupLasso(DensePruner):
-    """Group lasso: the loss plus strength * sum_g ||w_g||, over all blocks g, with l2 norms.
+    """Group lasso: adds strength * sum_g ||w_g|| to the loss, over all blocks g, with l2 norms.
 
-    Mode "proximal": `step` takes the proximal step of that term with the optimizer's plain learning rate (with Adam
-    too), w_g <- w_g max(0, 1 - lr strength / ||w_g||): a block with ||w_g|| <= lr strength becomes exactly 0, until its
-    gradient moves it. Mode "penalty": `penalty()` is added to the loss, and blocks become small but hardly ever 0; a
-    `threshold` then says what counts as 0. For the paper's GLP, add the penalty, prune by `ThresholdPruning` on the
-    same model, and call the `finish` of that.
+    In mode "proximal", `step` takes the proximal step of that term with the optimizer's learning rate (unscaled, also
+    for Adam): w_g <- w_g max(0, 1 - lr strength / ||w_g||). Blocks with ||w_g|| <= lr strength become exactly 0, until
+    their gradient moves them. In mode "penalty", add `penalty()` to the loss; blocks become small but rarely 0, so set
+    a `threshold`. For the paper's GLP, add the penalty, prune the same model by `ThresholdPruning`, and call only the
+    `finish` of the latter.
 
     Args:
-        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. The
-            proximal mode needs the optimizer.
-        strength: lambda. Too much of it, and nothing of a weight is left.
-        mode: "proximal" or "penalty".
-        weighted: whether the norm of each block counts sqrt(n) times, n its number of weights, so that one strength
-            suits blocks of all sizes.
-        threshold: blocks whose largest |w| is at most this are not stored by `finish`.
-        density: the most that `finish` stores, of the largest norms (for each number in a block); None for any.
-        scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
+        model, optimizer, block_size, skip: see `DensePruner`. The proximal mode requires the optimizer.
+        strength: lambda, 1e-3 by default. If it is too large, a weight loses all of its blocks.
+        mode: "proximal" (default) or "penalty".
+        weighted: whether to multiply the norm of each block by sqrt(its number of weights), so that one strength suits
+            blocks of all sizes; False by default.
+        threshold: `finish` drops blocks whose largest |w| is at most this; 0 by default.
+        density: upper bound of the density that `finish` stores, with the largest norms first (l2 norms normalized by
+            the block's size); None (default) for no bound.
+        scope: "global" (default): all blocks compete for that density. "layer": the bound applies to each weight.
 
     Raises:
-        BlockSparseError: as `DensePruner`; numbers out of range, an unknown mode or scope, a density that leaves a
-            weight without a block, the proximal mode without an optimizer; in `finish`, a weight of which nothing is
-            left.
+        BlockSparseError: as for `DensePruner`; numbers out of range; an unknown mode or scope; a density that leaves a
+            weight without a block; the proximal mode without an optimizer; in `finish`, a weight without blocks.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -82,11 +81,11 @@ class GroupLasso(DensePruner):
             raise BlockSparseError.expected("optimizer", "the one whose learning rate is used", optimizer)
         self.mode, self.strength = mode, number("strength", strength, 0)
         self.threshold = number("threshold", threshold, 0)
-        self.cap = DensityLimit(density, scope, self.blocks)
+        self.limit = DensityLimit(density, scope, self.blocks)
         self.factors = {name: blocks.size**0.5 if weighted else 1.0 for name, blocks in self.blocks.items()}
 
     def penalty(self) -> Tensor:
-        """strength * sum_g ||w_g||, a differentiable scalar; only in mode "penalty" it belongs into the loss."""
+        """Return strength * sum_g ||w_g||, a differentiable scalar; add it to the loss in mode "penalty" only."""
         total: Tensor | float = 0.0
         for name, dense in self.dense.items():
             blocks = self.blocks[name].fold(dense if dense.dtype == torch.float64 else dense.float())
@@ -106,9 +105,9 @@ class GroupLasso(DensePruner):
             dense.mul_(self.blocks[name].spread(scale.to(dense.dtype)))
         return True
 
-    def _kept(self) -> Mapping[str, Tensor]:
-        kept, norms = {}, {}
+    def _masks(self) -> Mapping[str, Tensor]:
+        masks, norms = {}, {}
         for name, blocks in self.blocks.items():
-            kept[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold
+            masks[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold
             norms[name] = normalize_by_size(dense_norms(blocks, self.dense[name]), blocks, "l2")
-        return self.cap(kept, norms)
+        return self.limit(masks, norms)

@@ -1,4 +1,4 @@
-"""L0 regularization by hard-concrete gates, one for each block."""
+"""L0 regularization by hard-concrete gates, one per block."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ...checked import integer, number
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..selection import DensityLimit
-from .learned_gates import Gate, Gated
+from .learned_gates import BlockGate, GatedPruner
 
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3
-LOWEST, HIGHEST = math.log(0.01), math.log(100)  # of log_alpha
+MIN_LOG_ALPHA, MAX_LOG_ALPHA = math.log(0.01), math.log(100)
 
 
 def open_probability(log_alpha: Tensor) -> Tensor:
-    """P(z != 0) = sig(log_alpha - beta log(-gamma / zeta))."""
+    """Return P(z != 0) = sig(log_alpha - beta log(-gamma / zeta))."""
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 
 def sampled_gate(log_alpha: Tensor, u: Tensor) -> Tensor:
-    """The gate for u, uniform in (0, 1): clip((zeta - gamma) sig((log u - log(1 - u) + log_alpha) / beta) + gamma)."""
+    """Return the gate for u in (0, 1): clip((zeta - gamma) sig((log u - log(1 - u) + log_alpha) / beta) + gamma)."""
     return _stretched(torch.sigmoid((torch.log(u) - torch.log1p(-u) + log_alpha) / BETA))
 
 
 def final_gate(log_alpha: Tensor) -> Tensor:
-    """The gate at test time: clip((zeta - gamma) sig(log_alpha) + gamma), 0 up to log_alpha = -2.398."""
+    """Return the gate at test time: clip((zeta - gamma) sig(log_alpha) + gamma), 0 for log_alpha <= -2.398."""
     return _stretched(torch.sigmoid(log_alpha))
 
 
@@ -37,13 +37,13 @@ def _stretched(s: Tensor) -> Tensor:
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
-class HardConcrete(Gate):
-    """Multiplies a weight by the gate of each block: sampled at each use in training mode, the final one otherwise."""
+class HardConcreteGate(BlockGate):
+    """A gate for each block of a weight: sampled at each use in training mode, final otherwise."""
 
-    def __init__(self, blocks: Blocks, like: Tensor, closed: float):
+    def __init__(self, blocks: Blocks, dense: Tensor, closed: float):
         super().__init__(blocks)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        start = torch.empty(blocks.grid, dtype=dtype, device=like.device)
+        dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
+        start = torch.empty(blocks.grid, dtype=dtype, device=dense.device)
         self.log_alpha = nn.Parameter(start.normal_(math.log((1 - closed) / closed), 0.01))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -57,26 +57,29 @@ class HardConcrete(Gate):
         return final_gate(self.log_alpha)
 
 
-class L0Gates(Gated):
-    """L0 regularization: each block has a gate, a random number from 0 to 1 with a distribution that is learnt.
+class L0Gates(GatedPruner):
+    """L0 regularization: multiplies each block by a random gate from 0 to 1, whose distribution is learned.
 
-    `penalty()` is added to the loss; `step` keeps log_alpha within log 0.01 to log 100. In training mode gates are
-    drawn with PyTorch's generator in each forward pass; in evaluation they are fixed, and blocks whose gate is 0 are
-    not stored by `finish`, which multiplies the others with theirs.
+    Add `penalty()` to the loss. In training mode, each forward pass draws gates from PyTorch's generator; in evaluation
+    mode gates are fixed. `step` clips log_alpha to log 0.01 ... log 100. `finish` drops blocks whose gate is 0, and
+    multiplies the others by their gates.
 
     Args:
-        model, optimizer, lr, block_size, skip: as for all methods with parameters of their own; see `Gated`. With
-            blocks of all rows and one column the gates are on input features.
-        strength: lambda, the price of a weight whose gate is not 0.
-        samples: N, the number of examples to train on, by which the penalty is divided.
-        weight_decay: of the weights whose gates are not 0; the optimizer's own is better 0 then.
-        closed: the probability p to be shut at the start: log_alpha is drawn from N(log((1 - p) / p), 0.01).
-        density: the most that `finish` stores, of the gates that are most probably open; None for any.
-        scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
+        model, optimizer, lr, block_size, skip: see `DensePruner` and `GatedPruner`. With blocks of all rows and one
+            column, gates apply to input features.
+        strength: lambda, the price of a weight whose gate is not 0; 0.1 by default.
+        samples: N, the number of training examples, by which the penalty is divided.
+        weight_decay: weight decay of weights whose gates are not 0; 0 by default. If it is used, set the optimizer's
+            to 0.
+        closed: probability p that a gate is 0 at the start, 0.5 by default: log_alpha is drawn from
+            N(log((1 - p) / p), 0.01).
+        density: upper bound of the density that `finish` stores, with the gates that are most likely open first; None
+            (default) for no bound.
+        scope: "global" (default): all blocks compete for that density. "layer": the bound applies to each weight.
 
     Raises:
-        BlockSparseError: as `DensePruner`; numbers out of range, a density that leaves a weight without a block, an
-            unknown scope; in `finish`, a weight of which every gate is 0.
+        BlockSparseError: as for `DensePruner`; numbers out of range; a density that leaves a weight without a block; an
+            unknown scope; in `finish`, a weight whose gates are all 0.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -112,8 +115,8 @@ class L0Gates(Gated):
         self.strength, self.samples = number("strength", strength, 0), integer("samples", samples, 1)
         self.weight_decay = number("weight_decay", weight_decay, 0)
         closed = number("closed", closed, 0.01, 0.99)
-        self.cap = DensityLimit(density, scope, self.blocks)
-        gates = {name: HardConcrete(blocks, self.dense[name], closed) for name, blocks in self.blocks.items()}
+        self.limit = DensityLimit(density, scope, self.blocks)
+        gates = {name: HardConcreteGate(blocks, self.dense[name], closed) for name, blocks in self.blocks.items()}
         with torch.no_grad():
             self._counts = {
                 name: blocks.sums(torch.ones_like(self.dense[name])) for name, blocks in self.blocks.items()
@@ -121,7 +124,7 @@ class L0Gates(Gated):
         self._attach(gates)
 
     def penalty(self) -> Tensor:
-        """(1 / N) sum P(z != 0) (weight_decay w^2 / 2 + lambda) over all weights, a differentiable scalar."""
+        """Return (1 / N) sum P(z != 0) (weight_decay w^2 / 2 + lambda) over all weights, a differentiable scalar."""
         total = torch.zeros(())
         for name, gate in self.gates.items():
             dense = self.dense[name]
@@ -131,10 +134,10 @@ class L0Gates(Gated):
             total = total + (open_probability(gate.log_alpha) * price).sum()
         return total / self.samples
 
-    def _kept(self) -> Mapping[str, Tensor]:
-        return self.cap(super()._kept(), {name: gate.log_alpha for name, gate in self.gates.items()})
+    def _masks(self) -> Mapping[str, Tensor]:
+        return self.limit(super()._masks(), {name: gate.log_alpha for name, gate in self.gates.items()})
 
     def _step(self) -> bool:
         for gate in self.gates.values():
-            gate.log_alpha.clamp_(LOWEST, HIGHEST)
+            gate.log_alpha.clamp_(MIN_LOG_ALPHA, MAX_LOG_ALPHA)
         return True

@@ -15,8 +15,8 @@ from ...surgery.model_tools import add_parametrization, remove_parametrization
 from .dense_pruner import DensePruner
 
 
-class Gate(nn.Module):
-    """A parametrization of a weight, with one learnt number for each block."""
+class BlockGate(nn.Module):
+    """A parametrization of a weight with one learned number per block."""
 
     def __init__(self, blocks: Blocks):
         super().__init__()
@@ -24,25 +24,26 @@ class Gate(nn.Module):
 
     @property
     def multiplier(self) -> Tensor:
-        """What each block is multiplied with once the search is over, `[out_blocks, in_blocks]`."""
+        """The factor of each block after the search, `[out_blocks, in_blocks]`."""
         raise NotImplementedError
 
-    def plain(self, weight: Tensor) -> Tensor:
-        """The weight as it is once the search is over."""
+    def final_weight(self, weight: Tensor) -> Tensor:
+        """Return the weight after the search."""
         return weight * self.blocks.spread(self.multiplier.to(weight.dtype))
 
 
-class Gated(DensePruner):
-    """A `DensePruner` that learns a number for each block by gradients, with parameters of its own.
+class GatedPruner(DensePruner):
+    """A `DensePruner` that learns a number for each block by gradients.
 
-    They are parameters of the model from then on, so that checkpoints and data parallel training include them, until
-    `finish` takes them out again. A weight `w` is used through `torch.nn.utils.parametrize` until then.
+    These parameters belong to the model until `finish` removes them, so checkpoints and data-parallel training include
+    them. Until then each weight is used through `torch.nn.utils.parametrize`.
 
     Args:
-        model, block_size, skip: as for `DensePruner`.
-        optimizer: gets the new parameters as a group of its own; without one, `parameters()` are to be given to the
-            one that trains. Make schedulers of the learning rate after this. The group stays, empty, after `finish`.
-        lr: of that group; None for the optimizer's default.
+        model, block_size, skip: see `DensePruner`.
+        optimizer: the optimizer, which gets the new parameters as a group of its own; the group stays, empty, after
+            `finish`. If None (default), pass `parameters()` to the optimizer that trains them. Create learning-rate
+            schedulers after the method.
+        lr: learning rate of that group; None (default) for the optimizer's default.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class Gated(DensePruner):
         self._settled = False
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the method learns, one parameter `[out_blocks, in_blocks]` for each weight."""
+        """Return the parameters that the method learns, one `[out_blocks, in_blocks]` for each weight."""
         return [parameter for gate in self.gates.values() for parameter in gate.parameters()]
 
     def _attach(self, gates: dict[str, Any]) -> None:
-        """Puts the gates before the weights, once all is checked."""
+        """Parametrize the weights by these gates. Call it after all checks, since it changes the model."""
         self.gates = gates
         for name, gate in gates.items():
             weight = self.weights[name]
@@ -78,24 +79,24 @@ class Gated(DensePruner):
         if self.finished or self._settled:
             return
         self._settled = True
-        mine = {id(parameter) for parameter in self.parameters()}
+        learned = {id(parameter) for parameter in self.parameters()}
         for name, gate in self.gates.items():
             weight, dense = self.weights[name], self.dense[name]
-            dense.copy_(gate.plain(dense))
+            dense.copy_(gate.final_weight(dense))
             remove_parametrization(weight.module, weight.parameter, leave_parametrized=False)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in learned]
             for parameter in self.parameters():
                 self.optimizer.state.pop(parameter, None)
 
-    def _check_unfinished(self, what: str) -> None:
-        super()._check_unfinished(what)
-        if self._settled and what != "finish":
+    def _check_unfinished(self, call: str) -> None:
+        super()._check_unfinished(call)
+        if self._settled and call != "finish":
             raise BlockSparseError(
-                f"{what}() called after the gates of {type(self).__name__} were taken off, when its training ended: "
-                "call finish(early=True), or make another one to prune further"
+                f"{call}() called after the gates of {type(self).__name__} were taken off, when its training ended: "
+                "call finish(early=True), or create a new method to prune further"
             )
 
-    def _kept(self) -> Mapping[str, Tensor]:
+    def _masks(self) -> Mapping[str, Tensor]:
         return {name: gate.multiplier > 0 for name, gate in self.gates.items()}

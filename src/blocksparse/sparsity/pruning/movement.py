@@ -1,4 +1,4 @@
-"""Movement pruning: blocks are kept whose weights move away from zero, whatever their size."""
+"""Movement pruning: keeps the blocks whose weights move away from zero, whatever their size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..lines import lines_of
 from ..selection import check_density, top_blocks
-from .learned_gates import Gate, Gated
+from .learned_gates import BlockGate, GatedPruner
 from .schedule import CubicSchedule
 
 
 class StraightThrough(torch.autograd.Function):
-    """w m, with m = 1 for the blocks that are kept; the scores get the gradient as if they stood in the place of m.
+    """The product w m with the 0/1 mask m of blocks, whose gradient goes to the scores S.
 
-    dL/dS = sum over the block of dL/d(w m) w, for blocks that are not kept too; dL/dw = dL/d(w m) m.
+    dL/dS = sum of dL/d(w m) w over the block, also of blocks that are masked; dL/dw = dL/d(w m) m.
     """
 
     @staticmethod
@@ -33,20 +33,20 @@ class StraightThrough(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weight, scores, keep = ctx.saved_tensors
-        moved = ctx.blocks.sums(grad.to(scores.dtype) * weight.to(scores.dtype))
-        return grad * ctx.blocks.spread(keep), moved, None, None
+        of_scores = ctx.blocks.sums(grad.to(scores.dtype) * weight.to(scores.dtype))
+        return grad * ctx.blocks.spread(keep), of_scores, None, None
 
 
-class Scored(Gate):
-    """A weight without the blocks that are not kept, and a score for each block."""
+class ScoreGate(BlockGate):
+    """A mask of the blocks that are kept, and a score for each block."""
 
     keep: Tensor
 
-    def __init__(self, blocks: Blocks, like: Tensor):
+    def __init__(self, blocks: Blocks, dense: Tensor):
         super().__init__(blocks)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.scores = nn.Parameter(torch.zeros(blocks.grid, dtype=dtype, device=like.device))
-        self.register_buffer("keep", torch.ones(blocks.grid, dtype=torch.bool, device=like.device))
+        dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
+        self.scores = nn.Parameter(torch.zeros(blocks.grid, dtype=dtype, device=dense.device))
+        self.register_buffer("keep", torch.ones(blocks.grid, dtype=torch.bool, device=dense.device))
 
     def forward(self, weight: Tensor) -> Tensor:
         return StraightThrough.apply(weight, self.scores, self.keep, self.blocks)
@@ -56,19 +56,20 @@ class Scored(Gate):
         return self.keep
 
 
-class MovementPruning(Gated):
-    """Movement pruning of blocks, for the fine-tuning of a model that is trained already.
+class MovementPruning(GatedPruner):
+    """Movement pruning of blocks, to fine-tune a trained model.
 
-    Each block has a score, which rises as its weights move away from zero; those with the highest scores are kept, as
-    many as the cubic schedule says (`CubicSchedule`). Others are 0 in the forward pass, but keep their numbers and
-    their scores, and may come back until `finish`.
+    The score of a block rises as its weights move away from zero. The blocks with the highest scores are kept, at the
+    density of a cubic schedule (`CubicSchedule`). Other blocks are 0 in the forward pass, but keep their values and
+    scores, and may come back until `finish`.
 
     Args:
-        model, optimizer, lr, block_size, skip: as for all methods with parameters of their own; see `Gated`.
-        density, begin, end, every, scope, seed, keep_lines: as for `GradualPruning`, by scores.
+        model, optimizer, lr, block_size, skip: see `DensePruner` and `GatedPruner`.
+        density, begin, end, scope, seed, keep_lines: see `GradualPruning`; scores take the place of norms.
+        every: calls from one selection to the next, 1 by default.
 
     Raises:
-        BlockSparseError: as `GradualPruning`.
+        BlockSparseError: as for `GradualPruning`.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -109,16 +110,16 @@ class MovementPruning(Gated):
         self.scope, self.end = scope, end
         self.seed = integer("seed", seed, 0)
         self._lines = {name: lines_of(blocks) for name, blocks in self.blocks.items()} if keep_lines else None
-        self._attach({name: Scored(blocks, self.dense[name]) for name, blocks in self.blocks.items()})
+        self._attach({name: ScoreGate(blocks, self.dense[name]) for name, blocks in self.blocks.items()})
 
     def _step(self) -> bool:
-        # After the last step of the schedule scores still move: the best blocks change, their number does not.
+        # Scores still change after the schedule's end, so the best blocks do too; their number does not.
         due = self.schedule.due(min(self.calls, self.schedule.end))
         if due:
             scores = {name: self.gates[name].scores for name in self._trained()}
             if not scores:
                 return due
-            kept = top_blocks(
+            masks = top_blocks(
                 scores,
                 self.blocks,
                 self.schedule(self.calls),
@@ -127,6 +128,6 @@ class MovementPruning(Gated):
                 lines=self._lines,
                 final_density=self.schedule.density,
             )
-            for name, keep in kept.items():
+            for name, keep in masks.items():
                 self.gates[name].keep = keep
         return due

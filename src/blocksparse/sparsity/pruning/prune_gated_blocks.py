@@ -1,4 +1,4 @@
-"""Removes blocks whose gate is 0 for good."""
+"""Removal of the blocks whose gate is 0."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def prune_gated_blocks(
     *,
     on_layout_change: OnLayoutChange | None = None,
 ) -> Tensor:
-    """Removes the blocks whose gate is 0 from a module, and from the gate, in place.
+    """Remove the blocks whose gate is 0 from a module and from the gate, in place.
 
-    The module with its gate computes what it did before, and training goes on as with these gates held at 0: values,
-    gate, and what the optimizer keeps for both follow. `module.values.mul_(gate[:, None, None])` makes a gate that is
-    to be trained no more part of the values then.
+    The gated module computes the same as before, and training continues as if these gates stayed 0: values, gate and
+    the optimizer's state for both follow. To fold a gate that is no longer trained into the values, call
+    `module.values.mul_(gate[:, None, None])`.
 
     Args:
         module: any block-sparse module.
         gate: `[nnz]`, a parameter or another leaf; see `blocksparse.linear`.
-        optimizer: the one that trains `module.values`, and perhaps the gate; or None.
-        on_layout_change: as for `rewire`.
+        optimizer: the optimizer of `module.values`, and possibly of the gate; None by default.
+        on_layout_change: see `rewire`.
 
     Returns:
-        int64 `[new nnz]`: where each block was before.
+        int64 `[new nnz]`: the old position of each block.
 
     Raises:
-        BlockSparseError: as `rewire`; a gate of another length, all 0 or not finite, or the result of an operation.
-            Nothing is changed then.
+        BlockSparseError: as for `rewire`; a gate that has another length, is all 0 or not finite, or is the result of
+            an operation. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(4, 4, block_size=2)
@@ -54,7 +54,7 @@ def prune_gated_blocks(
         got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
         raise BlockSparseError.expected("gate", f"[{module.layout.nnz}] for {module.layout!r}", got)
     if not gate.is_leaf:
-        raise BlockSparseError.expected("gate", "a leaf, a parameter say", "the result of an operation")
+        raise BlockSparseError.expected("gate", "a leaf, such as a parameter", "the result of an operation")
     if not gate.isfinite().all() or not gate.any():
         raise BlockSparseError.expected("gate", "finite numbers, not all of them 0", gate)
     trained = optimizer is not None and has_parameter(optimizer, gate)

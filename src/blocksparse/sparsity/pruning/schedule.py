@@ -1,4 +1,4 @@
-"""When weights become sparse, and how far: the cubic schedule of densities, and the ramp of a threshold."""
+"""The schedules of densities and of thresholds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ...checked import integer, number
 
 @dataclass(frozen=True)
 class CubicSchedule:
-    """The density after step t: 1 up to `begin`, `density` from `end` on, in between
+    """A density that falls from 1 at step `begin` to `density` at step `end`; in between it is
 
         density + (1 - density) (1 - (t - begin) / (end - begin))^3
 
-    It changes at `begin`, at each `every`-th step from there, and at `end`.
+    It is applied at `begin`, at each `every`-th step from there, and at `end`.
 
     Source: Zhu, Gupta, To prune, or not to prune (2017).
     """
@@ -30,21 +30,23 @@ class CubicSchedule:
         integer("every", self.every, 1)
 
     def __call__(self, t: int) -> float:
-        left = min(max((self.end - t) / (self.end - self.begin), 0.0), 1.0)
-        return self.density + (1 - self.density) * left**3
+        """Return the density at step t."""
+        remaining = min(max((self.end - t) / (self.end - self.begin), 0.0), 1.0)
+        return self.density + (1 - self.density) * remaining**3
 
     def due(self, t: int) -> bool:
+        """Return whether to prune at step t."""
         return self.begin <= t <= self.end and ((t - self.begin) % self.every == 0 or t == self.end)
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """The threshold at step t, of slope theta from `begin` on and phi = 1.5 theta from `ramp` on:
+    """A threshold that rises with slope theta from step `begin` on, and with 1.5 theta from step `ramp` on:
 
-        theta (t - begin + 1) / every                                        for t < ramp
-        (theta (ramp - begin + 1) + phi (t - ramp + 1)) / every              for t >= ramp
+        theta (t - begin + 1) / every                                              for t < ramp
+        (theta (ramp - begin + 1) + 1.5 theta (t - ramp + 1)) / every              for t >= ramp
 
-    It is used at each step from `begin` to `end` that is a multiple of `every`.
+    It is applied at each step from `begin` to `end` that is a multiple of `every`.
     """
 
     begin: int
@@ -59,13 +61,15 @@ class Ramp:
         integer("every", self.every, 1)
 
     def theta(self, q: float) -> float:
-        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - begin) + 3 (end - ramp))."""
+        """Return the slope that ends near the threshold q: 2 q every / (2 (ramp - begin) + 3 (end - ramp))."""
         return 2 * q * self.every / (2 * (self.ramp - self.begin) + 3 * (self.end - self.ramp))
 
     def threshold(self, t: int, theta: float) -> float:
+        """Return the threshold at step t for a slope theta."""
         if t < self.ramp:
             return theta * (t - self.begin + 1) / self.every
         return (theta * (self.ramp - self.begin + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
 
     def due(self, t: int) -> bool:
+        """Return whether to prune at step t."""
         return self.begin <= t <= self.end and t % self.every == 0

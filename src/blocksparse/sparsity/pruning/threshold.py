@@ -1,4 +1,4 @@
-"""The pruning of block-sparse RNN: a threshold for |w| that rises step by step, once slowly and then faster."""
+"""Pruning by a threshold for |w| that rises during training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
 from ..lines import best_of_lines, lines_of
 from ..selection import dense_norms, rank_scores
-from .dense_pruner import Masked
+from .dense_pruner import MaskedPruner
 from .schedule import Ramp
 
 
 def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
-    """This percentile of |w| of each dense weight of a model, by the weight's name: the q of `ThresholdPruning`.
+    """Return a percentile of |w| of each dense weight, by name: the `q` of `ThresholdPruning`.
 
     Args:
-        model: a trained one, of the architecture that is to be pruned.
-        percent: 0 to 100.
-        skip: modules or names that are left out.
+        model: a trained dense model of the architecture that you will prune.
+        percent: 0 to 100, 90 by default.
+        skip: modules or names to leave out; none by default.
 
     Raises:
-        BlockSparseError: a percent out of range, a name that the model does not have.
+        BlockSparseError: a percent out of range, or a name that the model does not have.
 
     >>> import torch, blocksparse as bs
     >>> layer = torch.nn.Linear(100, 1)
@@ -39,32 +39,33 @@ def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[
     return {name: float(np.percentile(weight.numpy(), percent)) for name, weight in weights.items()}
 
 
-class ThresholdPruning(Masked):
-    """Block-sparse RNN: blocks whose largest |w| is below a rising threshold become 0, and stay so.
+class ThresholdPruning(MaskedPruner):
+    """Block-sparse RNN pruning: blocks whose largest |w| is below a rising threshold become 0, and stay 0.
 
-    The threshold is that of `Ramp`, times n^(1/4) for blocks of n weights. The number of blocks that are left depends
-    on the weights; `q` is its measure. With the penalty of `GroupLasso` in the loss this is the paper's GLP.
+    The threshold is that of `Ramp`, times n^(1/4) for blocks of n weights. The density that results depends on the
+    weights; a larger `q` makes it smaller. Made for recurrent layers, but works for all. With the penalty of
+    `GroupLasso` in the loss, this is the paper's GLP.
 
     Args:
-        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. Any
-            layers, though made for recurrent ones.
-        q: where the threshold for a single weight is to end; the paper takes the 90th percentile of |w| of a trained
-            dense model: `percentiles(dense_model)`. One number, or one for each weight by its name.
-        begin, ramp, end, every: calls of `step`: where the pruning begins, where the threshold begins to rise faster,
-            where it ends, and how often blocks are pruned in between. The paper starts in the second epoch, and
-            takes 20 % and 40 % of the training for `ramp` and `end`.
-        seed: of which of equal blocks `keep_lines` keeps.
+        model, optimizer, block_size, skip: see `DensePruner`.
+        q: final threshold for a single weight, as one number or as a number per weight by name. The paper uses the
+            90th percentile of |w| of a trained dense model: `percentiles(dense_model)`.
+        begin: first call of `step` that may prune. The paper begins in the second epoch.
+        ramp: call from which on the threshold rises faster; in the paper after 20 % of training.
+        end: last call that prunes; in the paper after 40 % of training.
+        every: calls from one pruning to the next, 100 by default.
+        seed: seed of the choice among equal blocks that `keep_lines` makes, 0 by default.
         keep_lines: whether each row and each column of blocks keeps its largest block, so that no neuron loses all of
-            its connections; not where a row (column) is a single block.
+            its connections; True by default. Does not apply to rows and columns of a single block.
 
     Raises:
-        BlockSparseError: as `DensePruner`; a q that is negative or missing for a weight, steps that do not follow each
-            other; in `finish`, a weight of which nothing was left.
+        BlockSparseError: as for `DensePruner`; a q that is negative, or missing for a weight; steps in the wrong order;
+            in `finish`, a weight without blocks.
 
     Example:
         >>> import torch, blocksparse as bs
         >>> model = torch.nn.LSTM(16, 64)
-        >>> q = bs.sparsity.percentiles(model)      # of a trained one, better
+        >>> q = bs.sparsity.percentiles(model)      # better: of a trained model
         >>> method = bs.sparsity.ThresholdPruning(model, None, q, begin=1, ramp=4, end=8, every=1, block_size=16)
         >>> method.step()
         True
@@ -94,20 +95,20 @@ class ThresholdPruning(Masked):
         self.schedule = Ramp(begin, ramp, end, every)
         self.end = end
         self.seed, self.keep_lines = integer("seed", seed, 0), keep_lines
-        given = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
-        missing = [name for name in self.weights if name not in given]
+        by_name = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
+        missing = [name for name in self.weights if name not in by_name]
         if missing:
-            raise BlockSparseError.expected("q", f"a number for {missing[0]}", sorted(given))
+            raise BlockSparseError.expected("q", f"a number for {missing[0]}", sorted(by_name))
         self.theta = {
-            name: self.schedule.theta(number(f"q of {name}", given[name], 0)) * blocks.size**0.25
+            name: self.schedule.theta(number(f"q of {name}", by_name[name], 0)) * blocks.size**0.25
             for name, blocks in self.blocks.items()
         }
 
     def threshold(self, name: str, t: int) -> float:
-        """The threshold for a block of this weight at step t."""
+        """Return the threshold for a block of this weight at step t."""
         return self.schedule.threshold(t, self.theta[name])
 
-    def _change(self) -> None:
+    def _prune(self) -> None:
         for name in self._trained():
             largest = dense_norms(self.blocks[name], self.dense[name], "max")
             keep = self.keep[name].to(largest.device)
