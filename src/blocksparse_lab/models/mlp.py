@@ -18,7 +18,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import AllReLU, Dropout, Linear
 from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
-from blocksparse.sparsity.sparse_training.growth import bound, first_values
+from blocksparse.sparsity.sparse_training.growth import initial_values, uniform_bound
 from blocksparse.surgery.compact import compact
 from blocksparse.surgery.weight_handle import handle_of
 
@@ -173,10 +173,10 @@ def _draw(layer: Linear | nn.Linear, init: str, seed: int) -> None:
     if isinstance(layer, Linear):
         layout = layer.layout
         places = lambda: (layout.row_of_block, layout.col_of_block)  # noqa: E731
-        drawn = first_values(handle_of(layer), layout.nnz, init, generator, places, np.arange(layout.nnz))
+        drawn = initial_values(handle_of(layer), layout.nnz, init, generator, places, np.arange(layout.nnz))
         layer.values.copy_(drawn)
     else:
-        most = bound(init, layer.out_features, layer.in_features)
+        most = uniform_bound(init, layer.out_features, layer.in_features)
         layer.weight.uniform_(-most, most, generator=generator)
     if layer.bias is not None:
         layer.bias.zero_()

@@ -167,14 +167,14 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         for name, module in self.modules.items():
             stored = handle_of(module)
             self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
-        trained = {name: self.blocks[name] for _, name, _ in self._trained()}
+        trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
         self._configure(CubicSchedule(density, begin, end, every), norm, scope, trained)
 
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)
 
     def _change_layouts(self) -> None:
-        weights = {name: weight for _, name, weight in self._trained()}
+        weights = {name: weight for _, name, weight in self._trained_weights()}
         norms = {}
         for name, weight in weights.items():
             found = stored_norms(weight, self.norm)

@@ -27,8 +27,8 @@ class BlockGate(nn.Module):
         """The factor of each block after the search, `[out_blocks, in_blocks]`."""
         raise NotImplementedError
 
-    def final_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight after the search."""
+    def plain(self, weight: Tensor) -> Tensor:
+        """Return the weight after the search; checkpoints store it as the plain weight."""
         return weight * self.blocks.spread(self.multiplier.to(weight.dtype))
 
 
@@ -82,7 +82,7 @@ class GatedPruner(DensePruner):
         learned = {id(parameter) for parameter in self.parameters()}
         for name, gate in self.gates.items():
             weight, dense = self.weights[name], self.dense[name]
-            dense.copy_(gate.final_weight(dense))
+            dense.copy_(gate.plain(dense))
             remove_parametrization(weight.module, weight.parameter, leave_parametrized=False)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""Methods that train a model that is sparse from the first step to the last."""
+"""Methods for models that are sparse from the first training step."""

@@ -1,4 +1,4 @@
-"""The norms per block of the gradient of the dense weight, a few rows of blocks at a time."""
+"""Norms per block of the gradient of the dense weight, computed a few rows of blocks at a time."""
 
 from __future__ import annotations
 
@@ -19,154 +19,160 @@ from ...nn.conv import Convolution
 from ...nn.linear import Linear
 from ..lines import Lines
 from ..selection import TieBreak, hash_positions, mark_smallest, norms_over
-from .dynamic_sparsity import check_beside_ddp
+from .dynamic_sparsity import refuse_tensor_parallel_in_ddp
 
-TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
+TILE = 1 << 20  # weights in a tile of the gradient, unless one row of blocks has more
 
 
 class LinearPass:
-    """grad^T x of `[..., out]` before any activation and `[..., in]`, both padded to the layout's shape."""
+    """The tensors of one backward pass of a linear layer, from which its weight gradient grad^T x is computed.
+
+    Args:
+        x: input, `[..., in]`.
+        grad: gradient of the output before any activation, `[..., out]`.
+        shape: (out, in) of the layout, to which both are padded.
+    """
 
     def __init__(self, x: Tensor, grad: Tensor, shape: tuple[int, int]):
-        self.x = _wide(x.reshape(-1, x.shape[-1]), shape[1])
-        self.grad = _wide(grad.reshape(-1, grad.shape[-1]), shape[0])
+        self.x = _pad_features(x.reshape(-1, x.shape[-1]), shape[1])
+        self.grad = _pad_features(grad.reshape(-1, grad.shape[-1]), shape[0])
 
-    def rows(self, first: int, last: int) -> Tensor:
-        """The gradient of these outputs' weights, `[rows, in, *kernel]`."""
+    def weight_gradient(self, first: int, last: int) -> Tensor:
+        """Return the gradient of the weights of outputs `first` to `last`, `[last - first, in, *kernel]`."""
         return self.grad[:, first:last].T @ self.x
 
 
 class ConvolutionPass:
-    """The same of a convolution or a transposed one.
+    """The tensors of one backward pass of a convolution or a transposed one, for its weight gradient.
 
     Args:
-        x: `[n, in, *sizes]`, with its margins.
-        grad: `[n, out, *sizes]`, before any activation.
-        layer: whose strides and paddings count.
+        x: input with its padding, `[n, in, *sizes]`.
+        grad: gradient of the output before any activation, `[n, out, *sizes]`.
+        layer: the layer, for its strides and paddings.
     """
 
     def __init__(self, x: Tensor, grad: Tensor, layer: Convolution):
-        self.x, self.grad = _wide(x, layer.layout.shape[1]), _wide(grad, layer.layout.shape[0])
+        self.x, self.grad = _pad_features(x, layer.layout.shape[1]), _pad_features(grad, layer.layout.shape[0])
         self.kernel, self.axes = layer.kernel_size, layer.axes
-        more = getattr(layer, "output_padding", None)
-        self.transposed = more is not None
+        output_padding = getattr(layer, "output_padding", None)
+        self.transposed = output_padding is not None
         padding = layer.padding if self.transposed else (0,) * self.axes  # else x has it
-        self.steps = (layer.stride, padding, layer.dilation, self.transposed, more or (0,) * self.axes)
+        self.geometry = (layer.stride, padding, layer.dilation, self.transposed, output_padding or (0,) * self.axes)
 
-    def rows(self, first: int, last: int) -> Tensor:
+    def weight_gradient(self, first: int, last: int) -> Tensor:
+        """Return the gradient of the weights of outputs `first` to `last`, `[last - first, in, *kernel]`."""
         grad = self.grad[:, first:last]
         shape = (self.x.shape[1], last - first) if self.transposed else (last - first, self.x.shape[1])
         weight = self.x.new_empty(1).expand(*shape, *self.kernel)  # only its shape counts
-        of_weight = (False, True, False)
-        found = torch.ops.aten.convolution_backward(grad, self.x, weight, None, *self.steps, 1, of_weight)[1]
+        only_weight = (False, True, False)
+        backward = torch.ops.aten.convolution_backward
+        found = backward(grad, self.x, weight, None, *self.geometry, 1, only_weight)[1]
         return found.transpose(0, 1) if self.transposed else found
 
 
-Pass = LinearPass | ConvolutionPass
+BackwardPass = LinearPass | ConvolutionPass
 
 
-def is_finite(one: Pass) -> bool:
-    """Whether the pass had no overflow."""
-    return bool(one.grad.isfinite().all() & one.x.isfinite().all())
+class GradientWatch:
+    """Hooks of a layer that record its inputs and output gradients (before any activation) until `close`.
 
-
-class Watch:
-    """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
-
-    All calls count, and all backward passes: gradients add up, under DistributedDataParallel over the `replicas` too.
+    All calls and all backward passes are recorded; their gradients add up, under DistributedDataParallel also over the
+    processes of `replicas`.
     """
 
     def __init__(self, layer: Linear | Convolution):
         self.layer = layer
-        self.seen: list[Pass] = []
+        self.passes: list[BackwardPass] = []
         self.replicas: list[Any] = []
         if layer.part is None:
-            # Before the hook with which FSDP2 frees the gathered parameters.
+            # It must run before FSDP2's hook, which frees the gathered parameters.
             self._hook = layer.register_forward_hook(self, prepend=True)
-        else:  # inputs and outputs of `forward` are not yet, or no more, those of this part
-            layer.compute = _Compute(self)  # type: ignore[method-assign]
+        else:  # inputs and outputs of `forward` are those of the whole layer, not of this tensor-parallel part
+            layer.compute = _WatchedCompute(self)  # type: ignore[method-assign]
 
     def close(self) -> None:
+        """Remove the hooks and drop what was recorded."""
         if self.layer.part is None:
             self._hook.remove()
         else:
             self.layer.__dict__.pop("compute", None)
-        self.seen = []
+        self.passes = []
 
     def drop_overflows(self) -> None:
-        """Forgets passes whose update GradScaler skipped, unless all passes overflowed."""
-        if len(self.seen) > 1:
-            self.seen = [one for one in self.seen if is_finite(one)] or self.seen
+        """Drop passes that are not finite, whose update GradScaler skipped; keep all if none is finite."""
+        if len(self.passes) > 1:
+            finite = [one for one in self.passes if one.grad.isfinite().all() & one.x.isfinite().all()]
+            self.passes = finite or self.passes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or saved layer takes its hooks along.
-        return partial, (_ignore,)
+        # Copying or saving a layer copies its hooks; the copy must not record.
+        return partial, (_no_op_hook,)
 
     def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self.see(inputs[0].detach(), layer.bias, layer.activation, output)
+        self.record(inputs[0].detach(), layer.bias, layer.activation, output)
 
-    def see(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
-        """Notes what was computed, and asks for the gradient of it."""
+    def record(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
+        """Record a forward computation, and request the gradient of its output."""
         if not output.requires_grad:
             return
-        self.replicas = _replicas_of_call()
+        self.replicas = _ddp_groups()
         if self.replicas:
-            check_beside_ddp([self.layer])
-        layer, before = self.layer, output.detach()
+            refuse_tensor_parallel_in_ddp([self.layer])
+        layer, pre_activation = self.layer, output.detach()
         if activation not in (None, "relu"):
             kind: Any = type(layer)
             with torch.no_grad():  # in the dtype that autocast may have changed
-                before = kind.compute(layer, x.to(layer.values.dtype), bias, None)
-        output.register_hook(partial(self._backward, x, before, activation))
+                pre_activation = kind.compute(layer, x.to(layer.values.dtype), bias, None)
+        output.register_hook(partial(self._backward, x, pre_activation, activation))
 
     @torch.no_grad()
-    def _backward(self, x: Tensor, before: Tensor, activation: str | None, grad: Tensor) -> None:
+    def _backward(self, x: Tensor, pre_activation: Tensor, activation: str | None, grad: Tensor) -> None:
         layer, grad = self.layer, grad.detach()
-        if activation == "relu":  # of the output, which is positive where what comes before it is
-            grad = torch.ops.aten.threshold_backward(grad, before, 0)
+        if activation == "relu":  # the output has the same sign
+            grad = torch.ops.aten.threshold_backward(grad, pre_activation, 0)
         elif activation is not None:
             backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
-            grad = backward(grad, before.to(grad.dtype))
+            grad = backward(grad, pre_activation.to(grad.dtype))
         if isinstance(layer, Linear):
-            self.seen.append(LinearPass(x, grad, layer.layout.shape))
+            self.passes.append(LinearPass(x, grad, layer.layout.shape))
             return
         if x.dim() == layer.axes + 1:
             x, grad = x[None], grad[None]
         padded = getattr(layer, "padded", lambda x: x)
-        self.seen.append(ConvolutionPass(padded(x), grad, layer))
+        self.passes.append(ConvolutionPass(padded(x), grad, layer))
 
 
-class _Compute:
-    """Takes the place of the `compute` of a layer that is watched."""
+class _WatchedCompute:
+    """A replacement of the `compute` of a tensor-parallel layer that also records its call."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: GradientWatch):
         self.watch = watch
 
     def __reduce__(self) -> tuple[Any, ...]:
         layer: Any = self.watch.layer
-        return partial, (type(layer).compute, layer)  # of a copied or saved layer
+        return partial, (type(layer).compute, layer)  # a copied or saved layer gets the plain method
 
     def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None, *args: Any, **options: Any) -> Tensor:
         layer: Any = self.watch.layer
         y: Tensor = type(layer).compute(layer, x, bias, activation, *args, **options)
-        self.watch.see(x.detach(), bias, activation, y)
+        self.watch.record(x.detach(), bias, activation, y)
         return y
 
 
-def _replicas_of_call() -> list[Any]:
-    """The group of the DistributedDataParallel in whose forward pass this is, if any."""
+def _ddp_groups() -> list[Any]:
+    """Return the process group of the DistributedDataParallel whose forward pass is running, if any, as a list."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    # A name that is private to PyTorch, of 2.0 to 2.14 at least.
+    # A private name of PyTorch, present in 2.0 to 2.14 at least.
     active = parallel and parallel.DistributedDataParallel._active_ddp_module
     return [active.process_group] if active else []
 
 
-def _ignore(*_: Any) -> None:
-    """Stands in the place of a hook in a copy."""
+def _no_op_hook(*_: Any) -> None:
+    """Do nothing, in place of a hook in a copied layer."""
 
 
 def gradient_norms(
-    seen: Sequence[Pass],
+    passes: Sequence[BackwardPass],
     layout: BlockLayout,
     kernel: tuple[int, ...] = (),
     norm: str = "l2",
@@ -174,77 +180,82 @@ def gradient_norms(
     *,
     replicas: Sequence[Any] = (),
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first row of blocks, norms `[rows, in_blocks]`) of the dense gradient, one tile at a time.
+    """Yield (first row of blocks, norms `[rows, in_blocks]`) of the dense gradient, one tile at a time.
 
-    It is the sum of the passes and over the replicas; a tile has about `tile` weights, in whole rows of blocks.
+    The gradient is summed over the passes and the replicas. A tile has about `tile` weights, in whole rows of blocks.
     """
     (out, in_), (height, width) = layout.shape, layout.block_shape
     step = max(1, tile // (height * in_ * prod(kernel))) * height
-    of_block = (1, 3, *range(4, 4 + len(kernel)))
+    inside_block = (1, 3, *range(4, 4 + len(kernel)))
     for first in range(0, out, step):
         last = min(first + step, out)
-        total = reduce(torch.add, (one.rows(first, last) for one in seen))
+        total = reduce(torch.add, (one.weight_gradient(first, last) for one in passes))
         if replicas:
             total = total.contiguous()
             for group in replicas:
                 dist.all_reduce(total, group=group)
-        yield first // height, norms_over(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
+        yield first // height, norms_over(total.reshape(-1, height, in_ // width, width, *kernel), norm, inside_block)
 
 
-def largest(
+def largest_norms(
     tiles: Iterator[tuple[int, Tensor]],
     taken: np.ndarray,
     columns: int,
     count: int,
-    order: TieBreak = hash_positions,
-    lines: Lines | None = None,
+    tie_break: TieBreak = hash_positions,
+    empty: Lines | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers row * columns + column of the `count` largest norms, rising, without those taken, and these norms.
+    """Return the free places (row * columns + column, rising) with the `count` largest norms, and these norms.
 
-    Of equal ones those that come first in the order. The norms are [nan] where one is not finite.
+    If a norm is not finite, the norms returned are [nan].
 
     Args:
-        lines: rows and columns without any that is taken: the largest in each of them is added.
+        tiles: first row and norms of each tile.
+        taken: places that are taken, rising.
+        columns: columns of the grid.
+        count: number of places.
+        tie_break: order of places with equal norms.
+        empty: lines without any taken place; the best place of each is added.
     """
     keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
-    rows, cols = (np.empty(0, dtype=np.int64),) * 2 if lines is None else lines
-    of_rows, of_cols = [(keys, norms)], (np.zeros(cols.size, dtype=np.int64), np.full(cols.size, -1.0))
+    rows, cols = (np.empty(0, dtype=np.int64),) * 2 if empty is None else empty
+    best_of_rows, best_of_cols = [(keys, norms)], (np.zeros(cols.size, dtype=np.int64), np.full(cols.size, -1.0))
     for first, tile in tiles:
-        mine = tile.flatten().cpu().numpy()
-        if not np.isfinite(mine).all():
+        tile_norms = tile.flatten().cpu().numpy()
+        if not np.isfinite(tile_norms).all():
             return np.zeros(1, dtype=np.int64), np.full(1, np.nan)
         start = first * columns
         if rows.size or cols.size:
-            mine = mine.reshape(-1, columns)
-            places = start + np.arange(mine.size).reshape(mine.shape)
-            inside = rows[(rows >= first) & (rows < first + len(mine))] - first
-            of_rows.append(_best(places[inside].T, mine[inside].T, order))
-            places, of_tile = _best(places[:, cols], mine[:, cols], order)
-            of_cols = _best(np.stack([of_cols[0], places]), np.stack([of_cols[1], of_tile]), order)
-            mine = mine.ravel()
-        free = np.ones(mine.size, dtype=bool)
-        free[taken[slice(*np.searchsorted(taken, [start, start + mine.size]))] - start] = False
+            grid = tile_norms.reshape(-1, columns)
+            places = start + np.arange(grid.size).reshape(grid.shape)
+            inside = rows[(rows >= first) & (rows < first + len(grid))] - first
+            best_of_rows.append(_best_of_columns(places[inside].T, grid[inside].T, tie_break))
+            places, grid = _best_of_columns(places[:, cols], grid[:, cols], tie_break)
+            places, grid = np.stack([best_of_cols[0], places]), np.stack([best_of_cols[1], grid])
+            best_of_cols = _best_of_columns(places, grid, tie_break)
+        free = np.ones(tile_norms.size, dtype=bool)
+        free[taken[slice(*np.searchsorted(taken, [start, start + tile_norms.size]))] - start] = False
         found = np.flatnonzero(free)
         keys = np.concatenate([keys, start + found])
-        norms = np.concatenate([norms, mine[found]])
+        norms = np.concatenate([norms, tile_norms[found]])
         if keys.size > count:
-            best = mark_smallest(-norms, count, lambda at: order(keys[at]))  # noqa: B023 (called at once)
+            best = mark_smallest(-norms, count, lambda at: tie_break(keys[at]))  # noqa: B023 (called at once)
             keys, norms = keys[best], norms[best]
-    every = [(keys, norms), *of_rows, of_cols]
-    keys, first_of = np.unique(np.concatenate([each for each, _ in every]), return_index=True)
-    return keys, np.concatenate([each for _, each in every])[first_of]
+    candidates = [(keys, norms), *best_of_rows, best_of_cols]
+    keys, first_of = np.unique(np.concatenate([each for each, _ in candidates]), return_index=True)
+    return keys, np.concatenate([each for _, each in candidates])[first_of]
 
 
-def _best(places: np.ndarray, norms: np.ndarray, order: TieBreak) -> tuple[np.ndarray, np.ndarray]:
-    """The place with the largest norm in each column of these, and that norm."""
+def _best_of_columns(places: np.ndarray, norms: np.ndarray, tie_break: TieBreak) -> tuple[np.ndarray, np.ndarray]:
+    """Return the place with the largest norm in each column of a matrix of places, and that norm."""
     last = np.iinfo(np.uint64).max
-    best = np.where(norms == norms.max(0, initial=-1), order(places), last).argmin(0)
+    best = np.where(norms == norms.max(0, initial=-1), tie_break(places), last).argmin(0)
     along = np.arange(best.size)
     return places[best, along], norms[best, along]
 
 
-def _wide(tensor: Tensor, features: int) -> Tensor:
-    """Converts to the dtype of sums and pads axis 1 to `features`."""
+def _pad_features(tensor: Tensor, features: int) -> Tensor:
+    """Convert to float32 unless float64, and pad axis 1 with zeros to `features`."""
     tensor = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     missing = features - tensor.shape[1]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing]) if missing else tensor

@@ -1,4 +1,4 @@
-"""Where new connections grow, drawn without ever listing the unused places, and their first values."""
+"""Positions and initial values of new blocks, chosen without listing the free positions."""
 
 from __future__ import annotations
 
@@ -19,63 +19,74 @@ from ..selection import TieBreak
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
 INITS = ("zeros", "he", "xavier")
-TILE = 1 << 20  # numbers drawn at a time
+DRAW_CHUNK = 1 << 20  # values drawn at a time
 
 
 def check_init(init: Any) -> None:
+    """Raise a BlockSparseError unless `init` names an initialization or is a function."""
     if not callable(init) and init not in INITS:
         raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}, or a function", repr(init))
 
 
-def first_values(
-    stored: WeightHandle,
+def initial_values(
+    weight: WeightHandle,
     count: int,
     init: Init,
     generator: torch.Generator,
     places: Callable[[], tuple[np.ndarray, np.ndarray]],
-    here: np.ndarray,
+    positions: np.ndarray,
 ) -> Tensor:
-    """Draws values for `count` new blocks of a weight, and returns those at positions `here`, rising (CPU).
+    """Draw values of new blocks, and return those of the blocks at some positions, on the CPU.
 
-    They are drawn in their order, so that each block gets the same numbers wherever it is. `places` gives the rows and
-    columns of all; it is asked for only where there is padding, which gets zeros.
+    A block gets the same values whichever process stores it, since all blocks are drawn in their order.
+
+    Args:
+        weight: the weight that gets the blocks.
+        count: number of new blocks on all processes.
+        init: how to draw them, see `SET`.
+        generator: source of the random numbers.
+        places: returns rows and columns of all new blocks. It is called only if the weight is padded; padding gets 0.
+        positions: indices among the new blocks of those to return, rising.
     """
-    shape = (count, *stored.local.shape[1:])
+    shape = (count, *weight.local.shape[1:])
     if isinstance(init, str):
-        most = bound(init, *fans(stored))
-        drawn = torch.empty(len(here), *shape[1:], dtype=torch.float32, device="cpu")
-        # Some at a time, as not all may fit into this process's memory.
-        step = max(1, TILE // math.prod(shape[1:]))
+        bound = uniform_bound(init, *fans(weight))
+        values = torch.empty(len(positions), *shape[1:], dtype=torch.float32, device="cpu")
+        # All blocks may not fit into this process's memory.
+        step = max(1, DRAW_CHUNK // math.prod(shape[1:]))
         for first in range(0, count, step):
-            tile = torch.empty(min(step, count - first), *shape[1:], dtype=torch.float32, device="cpu")
-            tile.uniform_(-most, most, generator=generator)
-            begin, end = np.searchsorted(here, [first, first + step])
-            drawn[begin:end] = tile[torch.from_numpy(here[begin:end] - first)]
+            chunk = torch.empty(min(step, count - first), *shape[1:], dtype=torch.float32, device="cpu")
+            chunk.uniform_(-bound, bound, generator=generator)
+            begin, end = np.searchsorted(positions, [first, first + step])
+            values[begin:end] = chunk[torch.from_numpy(positions[begin:end] - first)]
     else:
-        drawn = init(stored.module, shape, generator)
-        if not isinstance(drawn, Tensor) or tuple(drawn.shape) != shape:
-            got = list(drawn.shape) if isinstance(drawn, Tensor) else type(drawn).__name__
+        values = init(weight.module, shape, generator)
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape:
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise BlockSparseError.expected("what init returns", f"a tensor {list(shape)}", got)
-        drawn = drawn[torch.from_numpy(here)]
-    if (used := stored.used) is not None:
-        height, width = stored.layout.block_shape
-        rows, cols = (torch.from_numpy(np.array(lines, np.int64)[here]) for lines in places())
+        values = values[torch.from_numpy(positions)]
+    if (used := weight.used) is not None:
+        height, width = weight.layout.block_shape
+        rows, cols = (torch.from_numpy(np.array(lines, np.int64)[positions]) for lines in places())
         out, in_ = used
         kernel = [1] * (len(shape) - 3)
-        drawn = drawn * out.view(-1, height)[rows].view(-1, height, 1, *kernel).to(drawn)
-        drawn = drawn * in_.view(-1, width)[cols].view(-1, 1, width, *kernel).to(drawn)
-    return drawn
+        values = values * out.view(-1, height)[rows].view(-1, height, 1, *kernel).to(values)
+        values = values * in_.view(-1, width)[cols].view(-1, 1, width, *kernel).to(values)
+    return values
 
 
-def bound(init: str, n_out: int, n_in: int) -> float:
-    """Of uniform values: "he" sqrt(6 / n_in), "xavier" sqrt(6 / (n_in + n_out)), of the dense layer; "zeros" 0."""
+def uniform_bound(init: str, n_out: int, n_in: int) -> float:
+    """Return the bound of the uniform distribution: "he" sqrt(6 / n_in), "xavier" sqrt(6 / (n_in + n_out)), "zeros" 0.
+
+    `n_out` and `n_in` are those of the dense layer.
+    """
     return {"he": math.sqrt(6 / n_in), "xavier": math.sqrt(6 / (n_in + n_out)), "zeros": 0.0}[init]
 
 
-def fans(stored: WeightHandle) -> tuple[int, int]:
-    """(n_out, n_in) of the dense layer: its real features, each with all taps of a kernel."""
-    taps, used = math.prod(stored.local.shape[3:]), stored.used
-    n_out, n_in = stored.layout.shape if used is None else (int(side.sum()) for side in used)
+def fans(weight: WeightHandle) -> tuple[int, int]:
+    """Return (n_out, n_in) of the dense layer: its features without padding, times the taps of a kernel."""
+    taps, used = math.prod(weight.local.shape[3:]), weight.used
+    n_out, n_in = weight.layout.shape if used is None else (int(side.sum()) for side in used)
     return n_out * taps, n_in * taps
 
 
@@ -86,85 +97,96 @@ def draw_unused(
     generator: np.random.Generator,
     lines: Lines | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows and columns of `count` different places that are not taken, each choice equally likely, sorted.
+    """Draw rows and columns of `count` different free places of a grid, sorted, each choice equally likely.
 
-    Taken are row * columns + column, rising; `lines` are the rows and columns that may be used, rising, None for all.
+    Args:
+        taken: row * columns + column of the places that are taken, rising.
+        grid: (rows, columns).
+        count: number of places to draw.
+        generator: source of the random numbers.
+        lines: rows and columns to draw from, while they have enough free places; None (default) for all.
     """
     if lines is not None and (lines[0].size, lines[1].size) != grid:
         rows, cols = np.divmod(taken, grid[1])
-        among = np.isin(rows, lines[0]) & np.isin(cols, lines[1])
-        small = (lines[0].size, lines[1].size)
-        inner = np.searchsorted(lines[0], rows[among]) * small[1] + np.searchsorted(lines[1], cols[among])
-        if small[0] * small[1] - inner.size >= count:
-            rows, cols = draw_unused(inner, small, count, generator)
+        inside = np.isin(rows, lines[0]) & np.isin(cols, lines[1])
+        small_grid = (lines[0].size, lines[1].size)
+        inner = np.searchsorted(lines[0], rows[inside]) * small_grid[1] + np.searchsorted(lines[1], cols[inside])
+        if small_grid[0] * small_grid[1] - inner.size >= count:
+            rows, cols = draw_unused(inner, small_grid, count, generator)
             return lines[0][rows], lines[1][cols]
-    # The k-th unused place: as many places further on as there are taken ones before it.
-    drawn = _different(generator, grid[0] * grid[1] - taken.size, count)
+    # The k-th free place is k plus the number of taken places before it.
+    drawn = _draw_distinct(generator, grid[0] * grid[1] - taken.size, count)
     drawn += np.searchsorted(taken - np.arange(taken.size), drawn, side="right")
     return np.divmod(drawn, grid[1])
 
 
-def refilled(
-    kept: np.ndarray,
+def move_to_empty_lines(
+    keys: np.ndarray,
     drawn: tuple[np.ndarray, np.ndarray],
     columns: int,
     lines: Lines,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The places drawn, sorted, some of them moved so that as few of these lines as possible have no block.
+    """Move some of the drawn places so that as few of these lines as possible have no block; return all, sorted.
 
-    Kept are the blocks row * columns + column that stay; with them the lines that have a block already are known.
+    `keys` are row * columns + column of the blocks that stay.
     """
     rows, cols = (
-        spread(mine, side, generator, taken)
-        for mine, side, taken in zip(drawn, lines, np.divmod(kept, columns), strict=True)
+        spread(places, side, generator, used)
+        for places, side, used in zip(drawn, lines, np.divmod(keys, columns), strict=True)
     )
-    places = np.sort(rows * columns + cols)
-    return np.divmod(places, columns)
+    return np.divmod(np.sort(rows * columns + cols), columns)
 
 
-def grown(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: TieBreak) -> np.ndarray:
-    """The `count` places with the largest norms, but first the best one in each of some lines without any block.
+def best_places(
+    places: np.ndarray, norms: np.ndarray, count: int, columns: int, empty: Lines, tie_break: TieBreak
+) -> np.ndarray:
+    """Return the `count` places with the largest norms, starting with the best place of each empty line.
 
-    Where there are too many of these, rows are paired with columns at random, as many as needed.
+    If `count` is less than the number of best places, random pairs of empty rows and columns share a place.
 
     Args:
-        places: row * columns + column of free places; all of those with the `count` largest norms, and the best one in
-            each of the lines.
-        order: of places with equal norms, and of lines that are paired.
+        places: row * columns + column of free places, which include those with the `count` largest norms and the best
+            one of each empty line.
+        norms: norm of the gradient at each place.
+        count: number of places to return.
+        columns: columns of the grid.
+        empty: lines without any block.
+        tie_break: order of places with equal norms, and of lines that are paired.
     """
-    best = np.lexsort((order(places), -norms))
-    both = zip(lines, np.divmod(places[best], columns), strict=True)
-    first = np.unique(np.concatenate([_first_in(side, mine) for side, mine in both]))
+    best = np.lexsort((tie_break(places), -norms))
+    both = zip(empty, np.divmod(places[best], columns), strict=True)
+    first = np.unique(np.concatenate([_first_occurrences(side, lines) for side, lines in both]))
     if first.size > count:
-        return _paired(places, norms, count, columns, lines, order)
+        return _best_places_of_pairs(places, norms, count, columns, empty, tie_break)
     rest = np.delete(np.arange(best.size), first)[: count - first.size]
     return places[best[np.concatenate([first, rest])]]
 
 
-def _paired(
-    places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: TieBreak
+def _best_places_of_pairs(
+    places: np.ndarray, norms: np.ndarray, count: int, columns: int, empty: Lines, tie_break: TieBreak
 ) -> np.ndarray:
-    rows, cols = (side[order(side + offset).argsort()] for side, offset in zip(lines, (0, 1 << 32), strict=True))
+    """Pair as many empty rows with empty columns as needed, and choose the other places by their norms."""
+    rows, cols = (side[tie_break(side + offset).argsort()] for side, offset in zip(empty, (0, 1 << 32), strict=True))
     n = min(rows.size, cols.size, rows.size + cols.size - count)
     pairs = (rows[:n] * columns + cols[:n])[:count]
     free = ~np.isin(places, pairs)
-    left, others = count - pairs.size, (rows[n:], cols[n:])
-    if not n:  # the blocks do not suffice for these lines
-        others = rows[:left], cols[: max(0, left - rows.size)]
-    return np.concatenate([pairs, grown(places[free], norms[free], left, columns, others, order)])
+    missing, others = count - pairs.size, (rows[n:], cols[n:])
+    if not n:  # there are fewer blocks than empty lines
+        others = rows[:missing], cols[: max(0, missing - rows.size)]
+    return np.concatenate([pairs, best_places(places[free], norms[free], missing, columns, others, tie_break)])
 
 
-def _first_in(wanted: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Where each of the lines that are wanted comes first."""
-    found, first = np.unique(lines, return_index=True)
-    return first[np.isin(found, wanted)]
+def _first_occurrences(targets: np.ndarray, lines: np.ndarray) -> np.ndarray:
+    """Return the index in `lines` where each target occurs first."""
+    unique, first = np.unique(lines, return_index=True)
+    return first[np.isin(unique, targets)]
 
 
-def _different(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
-    """Draws `count` different ints below `population`, each choice equally likely, in rising order."""
+def _draw_distinct(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
+    """Draw `count` different ints below `population`, sorted, each choice equally likely."""
     if 2 * count > population:
-        return np.delete(np.arange(population), _different(generator, population, population - count))
+        return np.delete(np.arange(population), _draw_distinct(generator, population, population - count))
     drawn = np.empty(0, dtype=np.int64)
     while drawn.size < count:
         drawn = np.sort(np.concatenate([drawn, generator.integers(population, size=count - drawn.size)]))

@@ -1,4 +1,4 @@
-"""Pruning of the least important neurons while the network trains."""
+"""Pruning of the least important neurons during training."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from .dynamic_sparsity import DynamicSparsity, Modules
 
 
 class ImportancePruning(DynamicSparsity):
-    """Importance pruning. `step`, after each epoch, removes all connections into the least important neurons.
+    """Importance pruning: removes all connections into the least important neurons. Call `step` after each epoch.
 
-    A neuron's importance is the sum of |w| over its incoming connections, I_j = sum_i |w_ij|. Those below the
-    percentile of their layer lose all incoming connections, and nothing grows instead: the stored blocks become fewer
-    for good. With blocks of several rows a row of blocks goes as a whole, by the mean importance of its neurons.
-    Neurons without connections that are left can be taken out of the network by `compact`. A neuron stays if it is the
-    most important one of those that an input still reaches, so that no input loses its last connection. Under
-    DistributedDataParallel, wrap the model again after a call that changed it.
+    A neuron's importance is the sum of |w| over its incoming connections, I_j = sum_i |w_ij|. Neurons below the
+    percentile of their layer lose all incoming connections, and nothing grows instead. If blocks have several rows, a
+    whole row of blocks is removed, by the mean importance of its neurons. `compact` then removes neurons without
+    connections. Under DistributedDataParallel, wrap the model again after a call that changed it.
 
     Args:
-        modules: a model, or some modules: linear layers and convolutions.
-        optimizer, skip, on_layout_change: as for `SET`. The output layer is to be skipped.
-        percentile: 20 in the papers' sequential code, 10 in the parallel one.
-        begin: the first call of `step` that may prune; the papers' codes leave out 200 epochs.
-        every: calls from one pruning to the next: 10 in the sequential code, 20 in the parallel one.
-        keep_lines: whether each column of blocks keeps a block; False prunes as the papers do.
-        seed: of which of equally important neurons stay for that.
+        modules: a model or a list of modules, with linear layers and convolutions.
+        optimizer, skip, on_layout_change: see `SET`. Skip the output layer.
+        percentile: 20 by default, as in the papers' sequential code; 10 in the parallel one.
+        begin: first call of `step` that may prune; 201 by default, as in the papers' code.
+        every: calls from one pruning to the next; 10 by default, as in the sequential code; 20 in the parallel one.
+        keep_lines: whether each input keeps its connection to the most important neuron that it reaches; True by
+            default. False prunes as the papers do.
+        seed: seed of the choice among equally important neurons for `keep_lines`, 0 by default.
 
     Raises:
-        BlockSparseError: as `DynamicSparsity`; weights of recurrent layers; a percentile outside of 0 to 100.
+        BlockSparseError: as for `DynamicSparsity`; weights of recurrent layers; a percentile outside of 0 to 100.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -70,32 +69,35 @@ class ImportancePruning(DynamicSparsity):
             if isinstance(module, Weight):
                 raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
 
-    def _change(self) -> None:
-        for i, _, stored in self._trained():
-            important, layout = importance(stored).numpy(), stored.layout
-            unimportant = important < np.percentile(important, self.percentile)
+    def _change_layouts(self) -> None:
+        for i, _, weight in self._trained_weights():
+            scores, layout = importance(weight).numpy(), weight.layout
+            unimportant = scores < np.percentile(scores, self.percentile)
             if self.keep_lines:
-                best = np.lexsort((self._order(i)(np.arange(important.size)), -important))
-                unimportant &= ~_needed(layout, unimportant, best)
+                order = np.lexsort((self._tie_break(i)(np.arange(scores.size)), -scores))
+                unimportant &= ~_most_important_of_columns(layout, order)
             drop = np.flatnonzero(unimportant[layout.row_of_block])
-            rewire(stored, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
+            rewire(weight, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
 
 
-def _needed(layout: BlockLayout, unimportant: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """Marks the first row, in the order `best`, of each column of blocks that has blocks in unimportant rows only."""
-    place = np.empty_like(best)
-    place[best] = np.arange(best.size)
-    first = np.full(layout.grid[1], best.size)
-    np.minimum.at(first, layout.col_of_block, place[layout.row_of_block])
-    needed = np.zeros(best.size, dtype=bool)
-    needed[best[first[first < best.size]]] = True
-    return needed & unimportant
+def _most_important_of_columns(layout: BlockLayout, order: np.ndarray) -> np.ndarray:
+    """Mark the row that comes first in `order` among the rows of each column of blocks, bool `[out_blocks]`."""
+    rank = np.empty_like(order)
+    rank[order] = np.arange(order.size)
+    first = np.full(layout.grid[1], order.size)
+    np.minimum.at(first, layout.col_of_block, rank[layout.row_of_block])
+    marks = np.zeros(order.size, dtype=bool)
+    marks[order[first[first < order.size]]] = True
+    return marks
 
 
 def importance(module: BlockSparseModule | WeightHandle) -> Tensor:
-    """The sum of |w| in each row of blocks of `module`, per neuron of the row: float64 `[out_blocks]`, CPU.
+    """Return the importance of each row of blocks: the sum of |w| per neuron of the row, float64 `[out_blocks]`, CPU.
 
     With blocks of one row this is I_j = sum_i |w_ij| of each neuron j.
+
+    Args:
+        module: a block-sparse module.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], block_size=1))
@@ -103,9 +105,9 @@ def importance(module: BlockSparseModule | WeightHandle) -> Tensor:
     >>> bs.sparsity.importance(layer)
     tensor([3.0000, 0.5000], dtype=torch.float64)
     """
-    stored = handle_of(module)
-    layout, used = stored.layout, stored.used
-    sums = stored_norms(stored, "mean").astype(np.float64) * stored.local.shape[1:].numel()
+    weight = handle_of(module)
+    layout, used = weight.layout, weight.used
+    sums = stored_norms(weight, "mean").astype(np.float64) * weight.local.shape[1:].numel()
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
     total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
     if used is None:

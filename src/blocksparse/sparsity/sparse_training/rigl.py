@@ -1,4 +1,4 @@
-"""RigL: drop the smallest weights, grow where the dense gradient is largest."""
+"""RigL: drops the smallest weights and grows where the dense gradient is largest."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from ...surgery.weight_handle import WeightHandle
 from ..lines import NO_LINES, coverable, empty_lines, lines_of
 from ..selection import check_norm, mark_smallest, stored_norms
 from ..updates import was_skipped
-from .dense_gradient import TILE, Watch, gradient_norms, largest
+from .dense_gradient import TILE, GradientWatch, gradient_norms, largest_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
-from .growth import grown
+from .growth import best_places
 
 
 class RigL(DynamicSparsity):
-    """RigL: drops the smallest weights and grows those whose gradient is the largest.
+    """RigL: drops the blocks with the smallest norms and grows those with the largest gradients.
 
-    In each `every`-th call of `step`, until `end`, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks, those of
-    the smallest magnitude, goes; as many grow where the gradient of the dense weight has the largest norm, with zeros
-    for values and for what the optimizer keeps. A block that would go and grow at once stays as it is. No weight moves
-    in that iteration: a hook of the optimizer clears all gradients of its parameters before its step.
+    In each `every`-th call of `step` before `end`, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks is
+    dropped. The same number grows where the dense gradient has the largest norm; values and optimizer state start at 0.
+    A block that would be dropped and grown again stays. Weights do not move in that iteration: a hook clears the
+    gradients before the optimizer's step.
 
-    The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
-    and the gradients of their outputs, which hooks keep in that one iteration; those of several passes add up, and
-    under DistributedDataParallel and FSDP2 those of all processes: each of these rows goes once around them.
+    Only norms per block of the dense gradient are stored. They are computed a few rows of blocks at a time from the
+    layers' inputs and output gradients, which hooks record in that iteration only. Several passes add up, as do all
+    processes of DistributedDataParallel and FSDP2, by one all-reduce per group of rows.
 
     Args:
-        modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
-            to be skipped, or evolved by `SET`.
-        optimizer, skip, on_layout_change: as for `SET`.
-        end: iterations after which the layouts stay; in the paper 3/4 of the training.
-        every: iterations from one change to the next.
-        alpha: the fraction at the beginning, 0 to 1.
-        norm: of a block, for weights and gradients: "l2", "mean" or "max".
-        seed: of which go and grow of equal ones: where no gradient arrives, say, blocks grow at random places.
-        keep_lines: whether blocks grow first in rows and columns of blocks that have none, where the gradient is the
-            largest there, if the density suffices for one in each. No gradient would fill them again: a neuron without
-            inputs is constant.
+        modules: a model or a list of modules, with linear layers and convolutions (also transposed). Skip recurrent
+            weights, or use `SET` for them.
+        optimizer, skip, on_layout_change: see `SET`.
+        end: iteration from which on layouts stay; in the paper after 3/4 of training.
+        every: iterations from one change to the next, 100 by default.
+        alpha: initial fraction, 0 to 1; 0.3 by default.
+        norm: norm of a block of weights or gradients: "l2" (default), "mean" (of |w|) or "max".
+        seed: seed of the choice among equal norms, 0 by default. If a weight gets no gradient, blocks grow at random
+            places.
+        keep_lines: whether blocks grow first in rows and columns of blocks that have none, where the gradient there is
+            largest, because a neuron without inputs is constant and gets no gradient again. Applies if there are enough
+            blocks for one in each. True by default.
 
     Raises:
-        BlockSparseError: as `SET`; recurrent weights; in `step`, a layer whose gradient was not computed since the last
-            call; in the optimizer's, no `step` since one that changed nothing.
+        BlockSparseError: as for `SET`; recurrent weights; in `step`, a layer had no backward pass since the last call;
+            in the optimizer's step, `step` was not called after an iteration that changes layouts.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -97,8 +98,8 @@ class RigL(DynamicSparsity):
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)
         self.norm = norm
-        self._watches: list[Watch] = []
-        self._held = False  # whether the optimizer was kept from moving weights since the last call
+        self._watches: list[GradientWatch] = []
+        self._held = False  # whether the hook has cleared gradients since the last call
         self._hook_optimizer()
         self._prepare()
 
@@ -118,20 +119,20 @@ class RigL(DynamicSparsity):
 
     def _hook_optimizer(self) -> None:
         if self.optimizer is not None:
-            # Weakly, so that an optimizer outlives a method that is given up.
+            # A weak reference: the optimizer must not keep the method alive.
             unwrapped(self.optimizer).register_step_pre_hook(partial(_before_update, ref(self)))
 
     def fraction(self, t: int) -> float:
-        """The part of the blocks that goes in iteration t, counted from 1."""
+        """Return the fraction of the blocks to drop in iteration t, counted from 1."""
         return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
 
     def hold_weights(self) -> None:
-        """Clears all gradients in an iteration that changes the layouts; the optimizer calls this before its step.
+        """Clear all gradients in an iteration that changes layouts; the optimizer calls this before its step.
 
-        Where the optimizer computes gradients within its step, this is to be called again after that.
+        If the optimizer computes gradients within its step, call it again after that.
         """
-        # Where `step` is called before the optimizer's, the layers are watched already, but for the next iteration.
-        if self.optimizer is None or not any(watch.seen for watch in self._watches):
+        # If `step` is called before the optimizer's step, the watches are those of the next iteration.
+        if self.optimizer is None or not any(watch.passes for watch in self._watches):
             return
         unwrapped(self.optimizer).zero_grad(set_to_none=True)
         self._held = True
@@ -143,57 +144,56 @@ class RigL(DynamicSparsity):
     def _step(self) -> bool:
         changed = super()._step()
         if changed and self.optimizer is not None:
-            unwrapped(self.optimizer).zero_grad(set_to_none=True)  # where `step` is called before the optimizer's
+            unwrapped(self.optimizer).zero_grad(set_to_none=True)  # in case `step` is called before the optimizer's
         self._prepare()
         return changed
 
     def _prepare(self) -> None:
-        """Watches the layers in the iteration that will be one of the topology, and in no other."""
+        """Watch the layers if the next iteration changes layouts, and only then."""
         for watch in self._watches:
             watch.close()
-        self._watches = [Watch(layer) for layer in self.modules.values()] if self._due(self.calls + 1) else []
+        self._watches = [GradientWatch(layer) for layer in self.modules.values()] if self._due(self.calls + 1) else []
         self._held = False
 
-    def _change(self) -> None:
-        trained = [(name, stored, self._watches[i], self._order(i)) for i, name, stored in self._trained()]
-        for name, _, watch, _ in trained:
-            if not watch.seen:
+    def _change_layouts(self) -> None:
+        weights = list(self._trained_weights())
+        for i, name, _ in weights:
+            if not self._watches[i].passes:
                 expected = "a backward pass through it before (torch.compile hides it unless "
                 expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False)"
                 raise BlockSparseError.expected(f"step of {name or 'RigL'}", expected, "none")
-        for _, stored, watch, order in trained:
-            watch.drop_overflows()
-            self._rig(stored, watch, order)
+        for i, _, weight in weights:
+            self._watches[i].drop_overflows()
+            self._drop_and_grow(weight, self._watches[i], self._tie_break(i))
 
-    def _rig(self, stored: WeightHandle, watch: Watch, order: partial[np.ndarray]) -> None:
-        layout, mine = stored.layout, watch.layer.layout
+    def _drop_and_grow(self, weight: WeightHandle, watch: GradientWatch, tie_break: partial[np.ndarray]) -> None:
+        layout, part_layout = weight.layout, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys, columns = layout.keys_of_blocks(), layout.grid[1]
-        drop = mark_smallest(stored_norms(stored, self.norm), count, order)
-        lines = coverable(lines_of(stored), layout.nnz) if self.keep_lines else NO_LINES
+        drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
+        lines = coverable(lines_of(weight), layout.nnz) if self.keep_lines else NO_LINES
         empty = empty_lines(lines, keys[~drop], columns)
-        # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
-        stays = ~drop[stored.part_positions]
-        kernel, replicas = tuple(stored.local.shape[3:]), stored.replicas or watch.replicas
-        # Under FSDP2 no more at a time than a process has of the values.
-        tile = TILE if stored.is_whole else min(TILE, stored.max_local_size)
-        norms = gradient_norms(watch.seen, mine, kernel, self.norm, tile, replicas=replicas)
+        # Under tensor parallelism the recorded gradient is that of this process's part of the weight.
         part = watch.layer.part or TensorParallelPart(layout.grid, 0, np.arange(layout.grid[0]), None)
-        best = largest(
-            norms,
-            mine.keys_of_blocks()[stays],
-            mine.grid[1],
+        stays = ~drop[weight.part_positions]
+        kernel, replicas = tuple(weight.local.shape[3:]), weight.replicas or watch.replicas
+        # Under FSDP2 a tile must not need more memory than this process's share of the values.
+        tile = TILE if weight.is_whole else min(TILE, weight.max_local_size)
+        places, norms = largest_norms(
+            gradient_norms(watch.passes, part_layout, kernel, self.norm, tile, replicas=replicas),
+            part_layout.keys_of_blocks()[stays],
+            part_layout.grid[1],
             count,
-            lambda keys: order(part.global_keys(keys, mine.grid[1])),
+            lambda keys: tie_break(part.global_keys(keys, part_layout.grid[1])),
             part.local_lines(empty),
         )
-        places, size = stored.gather_places(*best)
-        if not np.isfinite(size).all():  # an overflow, which GradScaler skips too
+        places, norms = weight.gather_places(places, norms)
+        if not np.isfinite(norms).all():  # an overflow, after which GradScaler skips the update too
             return
-        new = grown(places, size, count, columns, empty, order)
-        drop &= ~np.isin(keys, new)
-        rows, cols = np.divmod(np.setdiff1d(new, keys, assume_unique=True), columns)
-        rewire(stored, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+        grow = best_places(places, norms, count, columns, empty, tie_break)
+        drop &= ~np.isin(keys, grow)
+        rows, cols = np.divmod(np.setdiff1d(grow, keys, assume_unique=True), columns)
+        rewire(weight, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
 
 def _before_update(method: ref[RigL], optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -201,5 +201,5 @@ def _before_update(method: ref[RigL], optimizer: torch.optim.Optimizer, *_: Any)
     if rigl is None or unwrapped(rigl.optimizer) is not optimizer or was_skipped(optimizer):
         return
     if rigl._held:
-        raise BlockSparseError.expected("optimizer.step", "RigL's step after each call of it", "another call of it")
+        raise BlockSparseError("optimizer.step() called again before RigL's step(): call both once per iteration")
     rigl.hold_weights()

@@ -1,4 +1,4 @@
-"""Sparse evolutionary training: drop the weights nearest zero, grow as many at random."""
+"""Sparse evolutionary training: drops the weights nearest zero and grows the same number at random places."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from ...surgery.weight_handle import WeightHandle
 from ..lines import coverable, lines_of
 from ..selection import TieBreak, check_norm, hash_positions, mark_smallest, stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
-from .growth import Init, check_init, draw_unused, first_values, refilled
+from .growth import Init, check_init, draw_unused, initial_values, move_to_empty_lines
 
 
 class SET(DynamicSparsity):
-    """Sparse evolutionary training (SET). `step`, after each epoch, evolves the topology.
+    """Sparse evolutionary training (SET): drops the weights nearest zero and grows new ones at random places.
 
-    Of each weight the fraction zeta of the positives and the fraction zeta of the negatives that are nearest zero go
-    (rounded to whole numbers), and those that are exactly 0; of blocks of more than one weight the fraction zeta of the
-    smallest magnitude. As many grow at random places that are unused then. Their number never changes, nothing dense is
-    made, and the optimizer's state follows: momentum is kept for survivors only. A weight whose blocks are all stored
-    is left as it is.
+    Call `step` after each epoch. Of each weight, it drops the fraction zeta of the positive values nearest zero, the
+    same fraction of the negative ones (each rounded to a whole number), and zeros; of blocks larger than 1 x 1, the
+    fraction zeta with the smallest norms. The same number of blocks grows at random free places. Nothing dense is
+    allocated, and the optimizer's state follows: momentum is kept for blocks that stay. A weight that stores all of its
+    blocks does not change.
 
     Args:
-        modules: a model, or some modules; all block-sparse weights in them evolve, those of recurrent layers too.
-        optimizer: the one that trains them.
-        zeta: from 0 to 1.
-        skip: what is left as it is: modules, or names of modules or parameters. In the papers, the output layer.
-        every: calls of `step` per evolution.
-        end: from this call on nothing evolves; with the number of epochs, the last one is left out, as in the papers.
-        init: of new weights: "he", uniform within sqrt(6 / n_in), as in the papers; "xavier"; "zeros"; or a function
-            of (module, shape, torch.Generator) that returns a CPU tensor: all new blocks of the weight, on each of the
-            processes that store it together (the names draw a few at a time).
-        norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
-        seed: of all that is drawn, also of which go and grow of equal ones.
-        keep_lines: whether new blocks grow first in rows and columns of blocks that have none, if the density suffices
-            for one in each: a neuron without inputs or outputs learns nothing any more.
-        on_layout_change: called as (module, source) after each change; see `rewire`.
+        modules: a model or a list of modules; all block-sparse weights in them evolve, also those of recurrent layers.
+        optimizer: the optimizer that trains them; None by default.
+        zeta: fraction to drop, 0 to 1; 0.3 by default.
+        skip: modules, or names of modules or parameters, that do not change; none by default. The papers skip the
+            output layer.
+        every: calls of `step` from one change to the next, 1 by default.
+        end: first call that changes nothing; None (default) for no end. With the number of epochs, no change follows
+            the last epoch, as in the papers.
+        init: initial values of new blocks: "he" (default), uniform within sqrt(6 / n_in), as in the papers; "xavier";
+            "zeros"; or a function of (module, shape, torch.Generator) that returns all new blocks of the weight as a
+            CPU tensor, on each process that stores the weight. The named ones draw a few blocks at a time.
+        norm: norm of a block: "l2" (default), "mean" (of |w|) or "max".
+        seed: seed of the random places and values, and of the choice among equal norms; 0 by default.
+        keep_lines: whether new blocks grow first in rows and columns of blocks that have none, because a neuron without
+            inputs or outputs no longer learns. Applies if there are enough blocks for one in each. True by default.
+        on_layout_change: function of (module, source) to call after each change; see `rewire`.
 
     Raises:
-        BlockSparseError: as `DynamicSparsity`; numbers out of range, an unknown init or norm.
+        BlockSparseError: as for `DynamicSparsity`; numbers out of range; an unknown init or norm.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -81,37 +83,42 @@ class SET(DynamicSparsity):
         self.end = None if end is None else integer("end", end, 0)
         self.init, self.norm = init, norm
 
-    def _change(self) -> None:
-        for i, _, stored in self._trained():
-            if stored.layout.nnz < stored.layout.grid[0] * stored.layout.grid[1]:
-                self._evolve(stored, self._generator(i), self._order(i))
+    def _change_layouts(self) -> None:
+        for i, _, weight in self._trained_weights():
+            if weight.layout.nnz < weight.layout.grid[0] * weight.layout.grid[1]:
+                self._evolve(weight, self._generator(i), self._tie_break(i))
 
-    def _evolve(self, stored: WeightHandle, generator: np.random.Generator, order: TieBreak) -> None:
-        layout, lines = stored.layout, lines_of(stored)
-        drop = nearest_zero(stored, self.zeta, self.norm, order)
-        count, kept = int(drop.sum()), layout.keys_of_blocks()[~drop]
-        rows, cols = draw_unused(kept, layout.grid, count, generator, lines)
+    def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
+        layout, lines = weight.layout, lines_of(weight)
+        drop = nearest_zero(weight, self.zeta, self.norm, tie_break)
+        count, keys = int(drop.sum()), layout.keys_of_blocks()[~drop]
+        rows, cols = draw_unused(keys, layout.grid, count, generator, lines)
         if self.keep_lines:
-            rows, cols = refilled(kept, (rows, cols), layout.grid[1], coverable(lines, layout.nnz), generator)
-        new = None
+            drawn, lines = (rows, cols), coverable(lines, layout.nnz)
+            rows, cols = move_to_empty_lines(keys, drawn, layout.grid[1], lines, generator)
+        values_at = None
         if self.init != "zeros":
-            torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
-            new = partial(first_values, stored, len(rows), self.init, torch_generator, lambda: (rows, cols))
-        rewire(
-            stored, np.flatnonzero(drop), rows, cols, self.optimizer, new=new, on_layout_change=self.on_layout_change
-        )
+            seed = int(generator.integers(2**63))
+            values_at = partial(
+                initial_values, weight, len(rows), self.init, torch.Generator().manual_seed(seed), lambda: (rows, cols)
+            )
+        gone = np.flatnonzero(drop)
+        rewire(weight, gone, rows, cols, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
 
 
-def nearest_zero(stored: WeightHandle, zeta: float, norm: str = "l2", order: TieBreak = hash_positions) -> np.ndarray:
-    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`; equal ones by the order of their positions."""
-    values, nnz = stored.local, stored.layout.nnz
+def nearest_zero(
+    weight: WeightHandle, zeta: float, norm: str = "l2", tie_break: TieBreak = hash_positions
+) -> np.ndarray:
+    """Mark the blocks that SET drops, bool `[nnz]`; see `SET`. `tie_break` orders the positions of equal blocks."""
+    values, nnz = weight.local, weight.layout.nnz
     if zeta == 0:
         return np.zeros(nnz, dtype=bool)
     if values.shape[1:].numel() != 1:
-        return mark_smallest(stored_norms(stored, norm), round(zeta * nnz), order)
+        return mark_smallest(stored_norms(weight, norm), round(zeta * nnz), tie_break)
     wide = values if values.dtype == torch.float64 else values.float()
-    weights = stored.gather(wide.reshape(-1)).cpu().numpy()
+    weights = weight.gather(wide.reshape(-1)).cpu().numpy()
     drop = weights == 0
     for side in (weights > 0, weights < 0):
-        drop |= mark_smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)), order)
+        count = round(zeta * np.count_nonzero(side))
+        drop |= mark_smallest(np.where(side, np.abs(weights), np.inf), count, tie_break)
     return drop

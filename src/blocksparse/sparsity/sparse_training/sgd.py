@@ -1,4 +1,4 @@
-"""Momentum SGD as the sparse training codes have it."""
+"""Momentum SGD as in the published code of sparse training."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ...surgery.sharding import local_of
 
 
 class SGD(torch.optim.Optimizer):
-    """v <- momentum v - lr g; w <- w + v - weight_decay w: the decay is not multiplied by lr, and has no momentum.
+    """Momentum SGD whose weight decay is not multiplied by lr: v <- momentum v - lr g; w <- w + v - weight_decay w.
 
-    `torch.optim.SGD` cannot say that: its weight_decay goes through the momentum and is multiplied by lr, and its
-    momentum holds gradients, so that another lr changes the steps of the past too. With weight_decay 0 and the same
-    lr throughout, both are the same.
+    `torch.optim.SGD` adds the decay to the gradient, so it goes through the momentum and is multiplied by lr. Its
+    momentum sums gradients, so a new lr rescales past steps too. Without weight decay and with a constant lr both are
+    the same.
 
     Args:
         params: parameters, or groups of them.
-        lr, momentum, weight_decay: by default those of the papers; 0 or more.
+        lr: learning rate, 0.01 by default.
+        momentum: 0 to 1, 0.9 by default.
+        weight_decay: 0 to 1, 2e-4 by default. The defaults are those of the papers.
 
-    A state dict holds a momentum of each parameter's shape. Where parameters change with their layout, as by the state
-    dict of a module with another pattern, load the optimizer's of then too, or clear `optimizer.state`.
+    If a module loads a state dict with another pattern, load the optimizer's state of the same time too, or clear
+    `optimizer.state`: momenta have the shapes of the parameters.
 
     Raises:
-        BlockSparseError: numbers out of range; from `load_state_dict`, parameter groups without these; from `step`, a
-            momentum or a gradient of another shape than its parameter's.
+        BlockSparseError: numbers out of range; in `load_state_dict`, parameter groups without them; in `step`, a
+            momentum or a gradient whose shape differs from its parameter's.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -58,14 +60,14 @@ class SGD(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state; momenta are compared with their parameters in `step`, for these may be loaded later."""
+        """Load a state. `step` compares momenta with parameters, since these may be loaded later."""
         for group in state_dict.get("param_groups", ()):
             _checked(group)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step for all parameters that have a gradient; returns the closure's loss, if there is one."""
+        """Update all parameters that have a gradient; return the closure's loss, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,24 +78,24 @@ class SGD(torch.optim.Optimizer):
                 continue
             momenta = [self._momentum(w) for w in weights]
             grads = [w.grad for w in weights]
-            weights, momenta, grads = ([local_of(t) for t in some] for some in (weights, momenta, grads))
+            weights, momenta, grads = ([local_of(t) for t in tensors] for tensors in (weights, momenta, grads))
             rates = {"momentum": group["momentum"], "rate": group["lr"], "keep": 1 - group["weight_decay"]}
             momentum.step(weights, momenta, grads, **rates)
         return loss
 
     def _momentum(self, w: Tensor) -> Tensor:
         state = self.state[w]
-        found = state.get("momentum_buffer")
-        if found is None:  # not yet; torch.optim.SGD saves None for it where it has no momentum
-            found = state["momentum_buffer"] = torch.zeros_like(w)
+        buffer = state.get("momentum_buffer")
+        if buffer is None:  # torch.optim.SGD without momentum saves None
+            buffer = state["momentum_buffer"] = torch.zeros_like(w)
         else:
-            check_kept({"momentum_buffer": found}, w, "its parameter", scalars=False)
-        return found
+            check_kept({"momentum_buffer": buffer}, w, "its parameter", scalars=False)
+        return buffer
 
 
-_MOST = {"lr": math.inf, "momentum": 1, "weight_decay": 1}
+_UPPER_BOUNDS = {"lr": math.inf, "momentum": 1, "weight_decay": 1}
 
 
 def _checked(rates: dict[str, Any]) -> dict[str, float]:
-    """Those of a group; a BlockSparseError where one is missing or out of range."""
-    return {name: number(name, rates.get(name), 0, most) for name, most in _MOST.items()}
+    """Return lr, momentum and weight_decay of a group; raise a BlockSparseError if one is missing or out of range."""
+    return {name: number(name, rates.get(name), 0, bound) for name, bound in _UPPER_BOUNDS.items()}

@@ -1,4 +1,4 @@
-"""Keeps the layouts of a model's copy, such as its moving average, in step with the model."""
+"""Synchronization of the layouts of a model's copy, such as its moving average."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...surgery.weight_handle import handle_of
 
 
 def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
-    """Makes an `on_layout_change` for `SET`, `RigL` or `rewire` that applies each change to a copy of the model.
+    """Return an `on_layout_change` for `SET`, `RigL` or `rewire` that applies each change to a copy of the model.
 
-    The copy keeps its values of the blocks that stay, and takes over those of the model for the blocks that come: a
-    mean of what was not there before begins with its first value.
+    Blocks that stay keep their values in the copy. New blocks get those of the model, so an average starts with the
+    first value.
 
     Args:
-        model: with the block-sparse modules that change.
-        other: a copy of it, such as `torch.optim.swa_utils.AveragedModel(model)`, with the same layouts.
+        model: the model whose layouts change.
+        other: a copy of it with the same layouts, such as `torch.optim.swa_utils.AveragedModel(model)`.
 
     Raises:
-        BlockSparseError: a model without block-sparse weights, or a copy with others.
+        BlockSparseError: a model without block-sparse weights, or a copy with other layouts.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -39,20 +39,20 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
         raise BlockSparseError.expected("model", "one with block-sparse weights", type(model).__name__)
     if [module.layout for module in mine] != [module.layout for module in theirs]:
         expected = (
-            f"a copy of the model, with its {len(mine)} layouts: make it anew, or load the model's state into it, "
+            f"a copy of the model, with its {len(mine)} layouts: create it again, or load the model's state into it, "
             "as in other.load_state_dict(model.state_dict()), before the layouts change"
         )
         raise BlockSparseError.expected("other", expected, [module.layout for module in theirs])
-    twins = dict(zip(mine, theirs, strict=True))
+    copies = dict(zip(mine, theirs, strict=True))
 
     @torch.no_grad()
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-        mine, theirs = handle_of(module), handle_of(twins[module])
-        here = torch.from_numpy(mine.local_positions)
+        mine, theirs = handle_of(module), handle_of(copies[module])
+        local = torch.from_numpy(mine.local_positions)
         if not mine.is_split_like(theirs):
             expected = "copies sharded as the model is (apply fully_shard to both in the same way)"
             raise BlockSparseError.expected("other", expected, type(theirs.parameter).__name__)
-        new = mine.local[source[here.to(source.device)] < 0]
+        new = mine.local[source[local.to(source.device)] < 0]
         theirs.set_layout(mine.layout, source, new)
 
     return on_layout_change
