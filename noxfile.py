@@ -1,6 +1,6 @@
-"""The tests on each supported Python and PyTorch: `uvx nox`; one pair is `uvx nox --python 3.12 -- --torch 2.11`.
+"""Run the tests on each supported Python and PyTorch: `uvx nox`; one pair: `uvx nox --python 3.12 -- --torch 2.11`.
 
-What follows is for pytest too: `uvx nox --python 3.13 -- tests/library/test_linear.py`.
+Further arguments go to pytest: `uvx nox --python 3.13 -- tests/library/test_linear.py`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ TORCHES = ["2.10", "2.11", "2.12", "2.13", "2.14"]
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """Builds the core for this Python once, and runs what `make test` runs with each PyTorch."""
+    """Build the core once for this Python, and run the tests of `make test` with each PyTorch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", choices=TORCHES, action="append")
     options, for_pytest = parser.parse_known_args(session.posargs)

@@ -1,4 +1,4 @@
-"""A ResNet-18 with block-sparse convolutions, trained on Fashion-MNIST.
+"""Train a ResNet-18 with block-sparse convolutions on Fashion-MNIST.
 
 Run: python examples/fashion_mnist.py FOLDER [--epochs 1] [--width 64] [--density 0.1] [--json FILE]
 
@@ -19,9 +19,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder")
 parser.add_argument("--epochs", type=float, default=1)
 parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
-parser.add_argument("--density", type=float, default=0.1, help="of the blocks; 1 is the dense network")
+parser.add_argument("--density", type=float, default=0.1, help="fraction of the blocks; 1 trains the dense network")
 parser.add_argument("--batch", type=int, default=128)
-parser.add_argument("--json", help="where to write what came out")
+parser.add_argument("--json", help="file for the results")
 options = parser.parse_args()
 torch.manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""A Lightning module whose dense layers become block-sparse while it is trained.
+"""Prune the dense layers of a Lightning module to block-sparse ones during training.
 
 Run: pip install lightning; python examples/lightning_training.py [steps]
 """

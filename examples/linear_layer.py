@@ -1,4 +1,4 @@
-"""A small network with block-sparse hidden layers, trained with torch.optim like any other.
+"""Train a small network with block-sparse hidden layers, with torch.optim.
 
 Run: python examples/linear_layer.py [steps]
 """
@@ -13,7 +13,7 @@ import blocksparse as bs
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 torch.manual_seed(0)
 
-# A quarter of the blocks everywhere but in the small last layer.
+# Store a quarter of the blocks, except in the small last layer.
 model = nn.Sequential(
     bs.nn.Linear(64, 512, density=0.25, block_size=16, activation="relu"),
     bs.nn.Linear(512, 512, density=0.25, block_size=16, activation="relu"),

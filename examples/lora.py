@@ -1,7 +1,7 @@
-"""Adapters of the library peft on block-sparse layers: python examples/lora.py
+"""Train LoRA adapters of peft on block-sparse layers: python examples/lora.py
 
-peft knows the layers of torch.nn; for others it takes a table of its own layers, here its linear one. The base stays
-block-sparse and is not trained, the adapters are dense. To merge them, densify the model first: the sum of both is.
+peft knows the layers of torch.nn. For other layers it needs a table, here with its linear layer. The block-sparse base
+is not trained, and the adapters are dense. Densify the model before you merge them, because the sum is dense.
 """
 
 import peft

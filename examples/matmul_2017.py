@@ -1,4 +1,4 @@
-"""The example of the 2017 README on torch tensors, checked against the dense product.
+"""Run the example of the 2017 README on torch tensors, and check it against the dense product.
 
 Run: python examples/matmul_2017.py [hidden_size]
 """
@@ -15,7 +15,7 @@ hidden_size = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
 block_size = 32
 minibatch_size = 64
 
-# A (random) sparsity pattern: [blocks of inputs, blocks of outputs].
+# A random sparsity pattern: [blocks of inputs, blocks of outputs].
 sparsity = np.random.default_rng().integers(2, size=(hidden_size // block_size, hidden_size // block_size))
 
 bsmm = BlocksparseMatMul(sparsity, block_size=block_size)

@@ -1,11 +1,11 @@
-"""A dense MLP that becomes block-sparse while it is trained on Fashion-MNIST, by one method or several.
+"""Prune a dense MLP to block-sparse layers during training on Fashion-MNIST, by one method or several.
 
 Run: python examples/prune_fashion_mnist.py FOLDER --method gradual l0 [--density 0.1] [--epochs 10] [--json FILE]
 
 FOLDER holds the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Methods: dense,
-oneshot, gradual, threshold, group_lasso, l0, movement. The first two thirds of the steps look for the pattern, with
-dense weights; the others train what is left, truly sparse. How much is left is up to --density, or for threshold,
-group_lasso and l0 up to --strength. With --inputs the blocks are input features: the net finds which pixels it needs.
+oneshot, gradual, threshold, group_lasso, l0, movement. The first two thirds of the steps search the pattern with
+dense weights; the others train the blocks that are left. --density sets their fraction, or --strength for threshold,
+group_lasso and l0. With --inputs the blocks are input features: the network finds the pixels that it needs.
 """
 
 import argparse
@@ -27,16 +27,16 @@ STRENGTHS = {"threshold": 0.9, "group_lasso": 4.0, "l0": 0.3}
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
 parser.add_argument("--method", choices=METHODS, nargs="+", default=["gradual"])
-parser.add_argument("--density", type=float, default=0.1, help="of the blocks, at the end")
-parser.add_argument("--strength", type=float, help="of threshold, group_lasso and l0, in place of a density")
-parser.add_argument("--inputs", action="store_true", help="prunes inputs, not blocks of all layers")
+parser.add_argument("--density", type=float, default=0.1, help="fraction of the blocks at the end")
+parser.add_argument("--strength", type=float, help="strength of threshold, group_lasso and l0, instead of a density")
+parser.add_argument("--inputs", action="store_true", help="prune inputs instead of blocks of all layers")
 parser.add_argument("--block", type=int, default=32)
 parser.add_argument("--hidden", type=int, default=1024, help="neurons of each of two layers")
 parser.add_argument("--epochs", type=float, default=10)
 parser.add_argument("--batch", type=int, default=128)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--json", help="where to write what came out")
+parser.add_argument("--json", help="file for the results")
 options = parser.parse_args()
 
 
@@ -53,8 +53,8 @@ search = 2 * steps // 3
 every = max(1, search // 40)
 
 
-def search_by(name, model, optimizer):
-    """The method, which has a step for each of the optimizer's; None for dense."""
+def make_method(name, model, optimizer):
+    """Return the method, whose `step` follows each step of the optimizer; None for dense."""
     blocks = {"block_size": options.block, "skip": "4"}
     if options.inputs:
         blocks = {"block_size": (hidden, 1), "skip": ("2", "4")}
@@ -66,7 +66,7 @@ def search_by(name, model, optimizer):
     if name == "gradual":
         return bs.sparsity.GradualPruning(model, optimizer, options.density, **slowly, **blocks)
     if name == "threshold":
-        # The paper takes q from a trained dense model; here the strength scales that of the untrained one.
+        # The paper computes q from a trained dense model; here the strength scales that of the untrained one.
         q = {weight: strength * most for weight, most in bs.sparsity.percentiles(model).items()}
         ramp = {"begin": search // 10, "ramp": search // 2, "end": search, "every": every}
         return bs.sparsity.ThresholdPruning(model, optimizer, q, **ramp, **blocks)
@@ -80,14 +80,14 @@ def search_by(name, model, optimizer):
 
 
 def train(name):
-    """Accuracy, density and speed of a model that was trained so."""
+    """Train a model by the named method, and return its accuracy, density and speed."""
     torch.manual_seed(options.seed)
     model = nn.Sequential(
         nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
     )
     dense = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    method = search_by(name, model, optimizer)
+    method = make_method(name, model, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.05)
     order = torch.cat([torch.randperm(len(x)) for _ in range(steps * options.batch // len(x) + 1)])

@@ -1,8 +1,8 @@
-"""What PyTorch has for training works as it is on block-sparse modules, also while their layouts evolve.
+"""Use PyTorch's training tools on block-sparse modules whose layouts evolve.
 
-Adam with weight decay, gradient clipping, layer norm, dropout, a learning rate schedule, a running mean of the
-parameters: all of torch. From here come the layers, weight norm, the evolution, and the two lines that take the running
-mean along.
+Adam with weight decay, gradient clipping, layer norm, dropout, a learning rate schedule and a running mean of the
+parameters come from torch. This library adds the layers, weight norm, the evolution, and the two lines that update the
+running mean.
 
 Run: python examples/training_helpers.py [steps]
 """
@@ -23,14 +23,14 @@ model = nn.Sequential(
     bs.nn.Linear(64, 512, density=0.25, block_size=16, activation="relu"),
     nn.LayerNorm(512),
     nn.Dropout(0.1),
-    bs.nn.WeightNorm(hidden),  # l2 norms over the inputs that each output has
+    bs.nn.WeightNorm(hidden),  # L2 norm over the inputs of each output
     nn.ReLU(),
     nn.Linear(512, 1),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
-# A fifth of the blocks are dropped and grown elsewhere: Adam's moments follow, and so does the running mean.
+# SET replaces a fifth of the blocks; Adam's moments and the running mean follow.
 evolve = bs.sparsity.SET(
     model,
     optimizer,
@@ -40,7 +40,7 @@ evolve = bs.sparsity.SET(
     on_layout_change=bs.sparsity.sync_ema(model, mean),
 )
 
-direction = torch.randn(64, 1) / 8  # of what is to be learnt
+direction = torch.randn(64, 1) / 8  # of the function to learn
 
 
 def batch(size=256):

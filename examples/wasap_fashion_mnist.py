@@ -1,17 +1,17 @@
-"""A sparse network trained on Fashion-MNIST by several processes: WASAP-SGD, or WASSP-SGD with --synchronous.
+"""Train a sparse network on Fashion-MNIST with several processes: WASAP-SGD, or WASSP-SGD with --synchronous.
 
 Run: torchrun --nproc-per-node 2 examples/wasap_fashion_mnist.py --data FOLDER [--epochs 10] [--synchronous]
 
-FOLDER holds the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Each process takes
-the threads of OMP_NUM_THREADS, which torchrun sets to 1. With --checkpoint FILE the run can be stopped; the same
-command with --resume goes on.
+FOLDER holds the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Each process uses
+OMP_NUM_THREADS threads, which torchrun sets to 1. With --checkpoint FILE you can stop the run; add --resume to the
+command to continue it.
 """
 
 import argparse
 import os
 import signal
 
-# Ctrl-C ends a process at once and without a word, whatever it is waiting for: Python's own way waits for messages.
+# Ctrl-C ends a process at once, even while it waits for messages, where Python's own handler would not run.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a script
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -20,9 +20,9 @@ from blocksparse_lab.data import idx
 from blocksparse_lab.models.mlp import SparseMLP
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--data", required=True, help="the folder")
+parser.add_argument("--data", required=True, help="folder of the data")
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch", type=int, default=128, help="of each process")
+parser.add_argument("--batch", type=int, default=128, help="rows per process")
 parser.add_argument("--hidden", type=int, default=1000, help="neurons of each of three layers")
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A headless Chromium to test pages in, spoken to by its DevTools protocol over two pipes: no driver, no network."""
+"""Headless Chromium for tests of pages, controlled by the DevTools protocol over two pipes: no driver, no network."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-MAX_SECONDS = 90  # seconds that a busy machine may take for an answer
+MAX_SECONDS = 90  # a busy machine may take this long to answer
 
 
 def program():
-    """The path of a Chromium or Chrome, None without one."""
+    """Return the path of a Chromium or Chrome, or None."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 class Browser:
-    """One page of a browser of its own, which keeps what the console and uncaught errors said in `errors`."""
+    """One page in its own browser; `errors` collects console messages and uncaught errors."""
 
     def __init__(self, width=1000, height=900):
         self._profile = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
@@ -43,10 +43,10 @@ class Browser:
             "about:blank",
         ]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            arguments.insert(1, "--no-sandbox")  # which root cannot have
+            arguments.insert(1, "--no-sandbox")  # root cannot use the sandbox
 
         def wire():
-            # Through high numbers, in case one of the pipes is 3 or 4 already.
+            # Via high numbers, because one of the pipes may already be 3 or 4.
             commands, answers = os.dup(here[0]), os.dup(there[1])
             os.dup2(commands, 100)
             os.dup2(answers, 101)
@@ -77,7 +77,7 @@ class Browser:
         self.resize(width, height)
 
     def call(self, method, **parameters):
-        """The browser's answer to a command of the protocol."""
+        """Send a command of the protocol and return the answer."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -93,7 +93,7 @@ class Browser:
                 return answer["result"]
 
     def open(self, path, fragment=""):
-        """Loads a file; errors of earlier pages are forgotten."""
+        """Load a file, and clear the errors of earlier pages."""
         self.errors.clear()
         self._loaded = False
         self.call("Page.navigate", url="about:blank")
@@ -107,14 +107,14 @@ class Browser:
         self._loaded = False
 
     def run(self, script):
-        """The value of an expression in the page, as JSON has it."""
+        """Evaluate an expression in the page and return its value, through JSON."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"].get("description", "an error in the script"))
         return found["result"].get("value")
 
     def until(self, script):
-        """Waits for an expression to be true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + MAX_SECONDS
         while not self.run(script):
             if time.monotonic() > end:
@@ -122,7 +122,7 @@ class Browser:
             time.sleep(0.02)
 
     def move(self, x, y):
-        """The pointer to a place in the window."""
+        """Move the pointer to a place in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def drag(self, start, end):
@@ -144,7 +144,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def screenshot(self, path, whole=False):
-        """A PNG of the window, or of the whole page."""
+        """Write a PNG of the window, or of the whole page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         Path(path).write_bytes(base64.b64decode(data))
 

@@ -1,4 +1,4 @@
-"""`blocksparse demo` at tiny sizes: the page, the numbers with it, and its exits."""
+"""Check `blocksparse demo` at tiny sizes: its page, its numbers, and how it ends."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def run(novel, out, width=80):
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, and its tags that do not close."""
+    """Parser that collects the references of a page, and its tags that are not closed."""
 
     VOID = ("meta", "img")
 
@@ -97,7 +97,7 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
         browser.close()
 
 
-@pytest.mark.full  # as the race itself does, which test_next_byte.py says
+@pytest.mark.full  # test_next_byte.py checks the same of the training alone
 def test_two_runs_give_the_same_curves(novel, tmp_path):
     curves = []
     for name in ("a", "b"):
@@ -108,11 +108,11 @@ def test_two_runs_give_the_same_curves(novel, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_ctrl_c_keeps_what_is_done(novel, tmp_path, monkeypatch, steps):
+def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, steps):
     loss, done = next_byte.NextByteTask.loss, []
 
     def interrupted(self, step):
-        if len(done) == 2 * steps + 1:  # in the second model's step
+        if len(done) == 2 * steps + 1:  # in a step of the second model
             raise KeyboardInterrupt
         done.append(step)
         return loss(self, step)
@@ -172,7 +172,7 @@ def outcome(name, held_out, ms):
     ("dense", "sparse", "words"),
     [(2.0, 1.9, "5.0 % fewer"), (2.0, 2.1, "5.0 % more"), (2.0, 2.004, "no real difference")],
 )
-def test_the_verdict_says_whichever_wins(dense, sparse, words):
+def test_the_verdict_names_the_better_model(dense, sparse, words):
     text = demo_page.verdict([outcome("dense", dense, 8.0), outcome("block-sparse", sparse, 10.0)])
     assert words in text
     assert "1.25 times as long" in text

@@ -1,4 +1,4 @@
-"""The pages of docs/: their code runs, their links lead somewhere, and the reference has every public name."""
+"""Check the pages of docs/: their code runs, their links exist, and the reference has every public name."""
 
 import importlib
 import re
@@ -44,12 +44,12 @@ def test_pages_that_messages_name_exist():
 
 
 def test_no_word_of_a_docstring_was_left_alone_by_a_wrap():
-    alone = re.compile(r"^( +)[a-z]+\n\1 +\S", re.MULTILINE)  # less far in than what it continues
+    alone = re.compile(r"^( +)[a-z]+\n\1 +\S", re.MULTILINE)  # less indented than the line it continues
     assert not [path for path in (ROOT / "src").rglob("*.py") if alone.search(path.read_text())]
 
 
 def documented():
-    """(module, name) of all that pages of the reference show."""
+    """Return (module, name) of every name on a page of the reference."""
     found = set()
     for page in (DOCS / "reference").glob("*.md"):
         for module, names in re.findall(r"```\{public\} (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
