@@ -1,13 +1,13 @@
-"""One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy, throughput, time.
+"""Train a sparse net on Fashion-MNIST with one process and with WASAP-SGD: accuracy, throughput, time.
 
     python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
     python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads --rates 0.5,1,2
-    python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
+    python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      a quick check
 
-Each run is `torchrun` with that many processes of one thread; --threads: one process with a thread on each core, too.
-Without --data-dir Fashion-MNIST is downloaded. Prints an epoch per line, and writes wasap-fashion_mnist.json, .md and
-.png into the folder --out after each run: what was measured stays when a later one fails. A run whose process dies, or
-that says nothing for --patience seconds, is ended, named in the table, and makes the exit status 1.
+Each run is a `torchrun` of processes with one thread; --threads adds one process with a thread on each core. Without
+--data-dir, Fashion-MNIST is downloaded. The program prints a line for each epoch. After each run it writes
+wasap-fashion_mnist.json, .md and .png to the folder --out, so a failure keeps the results before it. A run is ended if
+a process dies, or if it prints nothing for --patience seconds. The table names such runs, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
-    # Ctrl-C ends it at once and quietly, while it imports and, in the processes of a run, whatever they wait for.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+    # Ctrl-C ends the program at once and silently: during imports, and while the processes of a run wait for messages.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -59,9 +59,9 @@ CAPTION = (
     "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed, "
     "p by a t-test of them."
 )
-# Of the phases, as `distributed.Epoch` calls them.
+# The names of the phases in `Epoch.phase`.
 FIRST, SECOND = ("asynchronous", "synchronous"), ("alone",)
-# Titles of a run's facts.
+# Facts of a run, by their titles in the table.
 FACTS = {
     "threads of a process": "threads",
     "rows to train on": "rows",
@@ -69,8 +69,8 @@ FACTS = {
     "rows of a batch, in each process": "batch",
     "connections": "connections",
 }
-# Seconds. It waits 30 for its processes to end.
-PATIENCE_WITH_TORCHRUN = 60
+# Seconds that torchrun has to end its processes, for which it waits 30 seconds itself.
+TORCHRUN_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Options:
 
 @dataclass
 class Run:
-    """A run of several processes and its output, a line per epoch."""
+    """A run and its results."""
 
     processes: int
     seed: int
@@ -108,24 +108,24 @@ class Run:
 
     @property
     def accuracy(self) -> float:
-        """The newest network's accuracy on the test rows, in %."""
+        """The test accuracy of the newest network, in %."""
         return 100 * self.epochs[-1]["accuracy"]
 
     def rows_per_second(self, phases: Sequence[str]) -> float | None:
-        """The median over the epochs of a phase; None where it has none."""
-        found = [epoch["samples_per_second"] for epoch in self.epochs if epoch["phase"] in phases]
-        return statistics.median(found) if found else None
+        """Return the median over the epochs of a phase; None if it has no epochs."""
+        speeds = [epoch["samples_per_second"] for epoch in self.epochs if epoch["phase"] in phases]
+        return statistics.median(speeds) if speeds else None
 
 
 # -- a process of a run ------------------------------------------------------------------------------------------------
 
 
 def work(seed: int, synchronous: bool, rate: float, options: Options) -> None:
-    """Trains in each process of torchrun; the first one prints the results, in lines of JSON."""
+    """Train, in each process of torchrun; rank 0 prints the results as lines of JSON."""
 
-    def tell(**said: Any) -> None:
+    def print_json(**content: Any) -> None:
         if int(os.environ["RANK"]) == 0:
-            print(json.dumps(said), flush=True)
+            print(json.dumps(content), flush=True)
 
     recipe, table = mlp.recipe_for("fashion_mnist"), tables.load("fashion_mnist", options.data_dir)
     some = slice(options.rows)
@@ -142,18 +142,18 @@ def work(seed: int, synchronous: bool, rate: float, options: Options) -> None:
     )
     facts = {"threads": torch.get_num_threads(), "cores": cores(), "rows": len(table.train[some])}
     facts |= {"tested": table.tested, "batch": recipe.batch, "connections": net.connections, "density": net.density}
-    tell(facts=facts)
+    print_json(facts=facts)
     begun = time.perf_counter()
 
     def show(epoch: Epoch) -> None:
-        tell(epoch=asdict(epoch) | {"seconds": time.perf_counter() - begun})
+        print_json(epoch=asdict(epoch) | {"seconds": time.perf_counter() - begun})
 
     data, test = (table.train[some], table.train_labels[some]), (table.test, table.test_labels)
     train(model, data, settings, test=test, skip=model.output, report=show)
 
 
 def cores() -> int:
-    """The number of cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -161,18 +161,18 @@ def cores() -> int:
 
 
 def command(run: Run, options: Options) -> list[str]:
-    """The `torchrun` of a run."""
+    """Return the `torchrun` command of a run."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.processes}"]
-    asked = {"seed": run.seed, "synchronous": run.synchronous, "rate": run.rate, "options": asdict(options)}
-    return [*launch, __file__, "--work", json.dumps(asked)]
+    work = {"seed": run.seed, "synchronous": run.synchronous, "rate": run.rate, "options": asdict(options)}
+    return [*launch, __file__, "--work", json.dumps(work)]
 
 
-def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
-    """Trains; `run.failure` records a failure."""
+def measure(run: Run, options: Options, log: Callable[[str], None]) -> None:
+    """Train; `run.failure` records a failure."""
     environment = os.environ | {"OMP_NUM_THREADS": str(run.threads)}
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile("w+") as errors:
-        # In a session of its own: Ctrl-C is for us, who then end it.
+        # The process has its own session, so that only this program receives Ctrl-C and ends the process.
         process = subprocess.Popen(
             command(run, options), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
             start_new_session=True,
@@ -181,14 +181,14 @@ def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
         reader.start()
         try:
             while (line := lines.get(timeout=options.patience)) is not None:
-                _take(run, line, options, say)
+                _record(run, line, options, log)
             status = process.wait(options.patience)
         except (queue.Empty, subprocess.TimeoutExpired):
             run.failure = f"not a word for {options.patience:g} s"
             return
         finally:
             _end(process)
-            reader.join(PATIENCE_WITH_TORCHRUN)
+            reader.join(TORCHRUN_TIMEOUT)
         if status:
             run.failure = _reason(errors, status)
         elif not run.epochs or run.epochs[-1]["epoch"] < options.epochs:
@@ -196,45 +196,45 @@ def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    """Its output, line by line; None at the end."""
+    """Queue the lines of a process's output, then None."""
     with process.stdout or nullcontext(()) as output:
         for line in output:
             lines.put(line)
     lines.put(None)
 
 
-def _take(run: Run, line: str, options: Options, say: Callable[[str], None]) -> None:
+def _record(run: Run, line: str, options: Options, log: Callable[[str], None]) -> None:
     try:
-        said = json.loads(line)
-    except ValueError:  # not ours
+        content = json.loads(line)
+    except ValueError:  # a line of another program
         return
-    if "facts" in said:
-        run.facts = said["facts"]
-    elif "epoch" in said:
-        run.epochs.append(said["epoch"])
-        of = run.epochs[-1]
-        say(
-            f"{run.name}: epoch {of['epoch']} of {options.epochs}, {of['phase']}: loss {of['loss']:.4f}, "
-            f"test accuracy {run.accuracy:.2f} %, {of['samples_per_second']:,.0f} rows/s"
+    if "facts" in content:
+        run.facts = content["facts"]
+    elif "epoch" in content:
+        epoch = content["epoch"]
+        run.epochs.append(epoch)
+        log(
+            f"{run.name}: epoch {epoch['epoch']} of {options.epochs}, {epoch['phase']}: loss {epoch['loss']:.4f}, "
+            f"test accuracy {run.accuracy:.2f} %, {epoch['samples_per_second']:,.0f} rows/s"
         )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends it where it still runs: asked to, torchrun ends its processes, which a killed one would leave behind."""
+    """End a process that still runs. First ask: a killed torchrun would leave its processes behind."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE_WITH_TORCHRUN)
+            process.wait(TORCHRUN_TIMEOUT)
     if process.poll() is None:
         process.kill()
         process.wait()
 
 
 def _reason(errors: Any, status: int) -> str:
-    """The line of an error, of all that torchrun says."""
+    """Return the line of torchrun's output that names the error."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]
-    named = [line for line in lines if "Signal " in line]  # of the killed one, with which others only lost contact
+    named = [line for line in lines if "Signal " in line]  # of a killed process; the others only lost the connection
     named += [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (named or [f"exit status {status}"])[0]
 
@@ -243,7 +243,7 @@ def _reason(errors: Any, status: int) -> str:
 
 
 def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Path) -> list[Path]:
-    """Writes the results so far as JSON, Markdown and a picture."""
+    """Write the results so far as JSON, Markdown and a picture."""
     paths = [out / f"{NAME}.{kind}" for kind in ("json", "md", "png")]
     settings = {"epochs": options.epochs, "rows": options.rows}
     every = [asdict(run) | {"epochs": report.columns(run.epochs)} for run in runs]
@@ -253,7 +253,7 @@ def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Pat
 
 
 def draw(path: Path) -> None:
-    """Writes the Markdown and the picture of a JSON file."""
+    """Write the Markdown and the picture of a JSON file."""
     content = read_json(path)
     runs = [Run(**run | {"epochs": report.rows(run["epochs"])}) for run in content["runs"]]
     of = contenders(runs)
@@ -267,7 +267,7 @@ def draw(path: Path) -> None:
 
 
 def picture(path: Path, of: dict[str, list[Run]], machine: dict[str, Any]) -> None:
-    """Draws the test error against the seconds of training: means over the seeds, their deviation as a band."""
+    """Draw the test error against the seconds of training: means over the seeds, with deviations as bands."""
     figure, axes = figure_and_axes((7.5, 4.6))
     for (name, some), color in zip(of.items(), COLORS, strict=False):
         epochs = min(len(run.epochs) for run in some)
@@ -289,7 +289,7 @@ def picture(path: Path, of: dict[str, list[Run]], machine: dict[str, Any]) -> No
 
 
 def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Those that did not fail, by what they compare."""
+    """Return the runs that did not fail, by contender."""
     of: dict[str, list[Run]] = {}
     for run in runs:
         if run.failure is None:
@@ -299,7 +299,7 @@ def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
     def row(title: str, value: Callable[[Run], Any], digits: int = 0, tested: bool = False) -> list[str]:
-        """A text, or mean and standard deviation of the seeds where they have one; tested, how likely by chance."""
+        """Return a row of texts, or of means and standard deviations over the seeds; `tested` adds p values."""
 
         def cell(runs: Sequence[Run]) -> str:
             some = [x for x in map(value, runs) if x is not None]
@@ -310,7 +310,7 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
         return [title, *map(cell, of.values())]
 
     def compared(value: Callable[[Run], Any], how: Callable[[Any, Any], float]) -> Callable[[Run], float | None]:
-        """Of a run and that of one process with the same seed."""
+        """Return a comparison of a run's value with that of one process with the same seed."""
         base = {run.seed: value(run) for run in of.get(_processes(1), ())}
         return lambda run: how(value(run), base[run.seed]) if value(run) and base.get(run.seed) else None
 
@@ -343,28 +343,28 @@ def _processes(count: int) -> str:
 
 
 def numbers(name: str, text: str, least: int) -> list[int]:
-    """Different ints with commas between.
+    """Return different ints from a text with commas between them.
 
     >>> numbers("processes", "1,2,4", 1)
     [1, 2, 4]
     """
-    found = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-    if len(set(found)) < len(text.split(",")) or min(found) < least:
+    parsed = [int(part) for part in text.split(",") if part.strip().isdecimal()]
+    if len(set(parsed)) < len(text.split(",")) or min(parsed) < least:
         raise BlockSparseError.expected(name, f"different ints of {least} or more, with commas between", repr(text))
-    return found
+    return parsed
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
-    """The requested runs, the fewest processes first; refuses those that could not run."""
+    """Return the requested runs, with the fewest processes first; refuse runs that could not start."""
     if arguments.epochs < 1:
         raise BlockSparseError.expected("epochs", "a positive int", arguments.epochs)
     if not 0 < arguments.patience < float("inf"):
         raise BlockSparseError.expected("patience", "a positive number of seconds", arguments.patience)
     processes, seeds = numbers("processes", arguments.processes, 1), numbers("seeds", arguments.seeds, 0)
-    there = tables.load("fashion_mnist", arguments.data_dir).rows
-    rows = there if arguments.rows is None else arguments.rows
-    if not max(processes) <= rows <= there:
-        raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
+    available = tables.load("fashion_mnist", arguments.data_dir).rows
+    rows = available if arguments.rows is None else arguments.rows
+    if not max(processes) <= rows <= available:
+        raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {available:,}", rows)
     try:
         rates = [float(part) for part in arguments.rates.split(",")]
     except ValueError:
@@ -390,49 +390,49 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fashion-MNIST by one process and by WASAP-SGD with several.")
-    parser.add_argument("--data-dir", help="the folder of all data, or that of Fashion-MNIST; else it is downloaded")
-    parser.add_argument("--epochs", type=int, default=100, help="of each run, both phases together")
-    parser.add_argument("--processes", default="1,2,4", help="of the runs")
+    parser.add_argument("--data-dir", help="folder of all data, or of Fashion-MNIST; downloaded by default")
+    parser.add_argument("--epochs", type=int, default=100, help="epochs of each run, both phases together")
+    parser.add_argument("--processes", default="1,2,4", help="numbers of processes, one run each")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--wassp", action="store_true", help="WASSP-SGD as well")
-    parser.add_argument("--threads", action="store_true", help="one process with a thread on each core as well")
-    parser.add_argument("--rates", default="1", help="of several processes, times the rate of one")
-    parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
-    parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="the folder of the report")
+    parser.add_argument("--wassp", action="store_true", help="also run WASSP-SGD")
+    parser.add_argument("--threads", action="store_true", help="also run one process with a thread on each core")
+    parser.add_argument("--rates", default="1", help="learning rates of several processes, as multiples of that of one")
+    parser.add_argument("--rows", type=int, help="number of training rows, for a quick check")
+    parser.add_argument("--patience", type=float, default=900, help="maximum seconds without output")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the report")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        asked = arguments.work
-        work(asked["seed"], asked["synchronous"], asked["rate"], Options(**asked["options"]))
+        job = arguments.work
+        work(job["seed"], job["synchronous"], job["rate"], Options(**job["options"]))
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clean up
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C must clean up
     console = Console()
 
-    def say(text: str, style: str = "") -> None:
+    def log(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    torch.set_num_threads(1)  # as in each process: the machine's facts must record it
+    torch.set_num_threads(1)  # as in each process; the machine's facts record it
     try:
         runs, options = checked(arguments)
         report.check_folder(arguments.out)
         if (path := arguments.out / f"{NAME}.json").exists():
             raise BlockSparseError.expected("out", "a folder without another report", path)
-        done: list[Run] = []
+        finished: list[Run] = []
         for run in runs:
             facts = machine()
-            measure(run, options, say)
-            done.append(run)
+            measure(run, options, log)
+            finished.append(run)
             if run.failure is not None:
-                say(f"{run.name} failed: {run.failure}", "bold red")
-            for path in write(done, options, facts, arguments.out):
-                say(f"wrote {path}", "dim")
+                log(f"{run.name} failed: {run.failure}", "bold red")
+            for path in write(finished, options, facts, arguments.out):
+                log(f"wrote {path}", "dim")
     except BlockSparseError as error:
-        say(f"error: {error}", "bold red")
+        log(f"error: {error}", "bold red")
         sys.exit(1)
     except KeyboardInterrupt:
-        say("interrupted", "yellow")
+        log("interrupted", "yellow")
         sys.exit(130)
     sys.exit(any(run.failure is not None for run in runs))
 

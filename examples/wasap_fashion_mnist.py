@@ -2,17 +2,17 @@
 
 Run: torchrun --nproc-per-node 2 examples/wasap_fashion_mnist.py --data FOLDER [--epochs 10] [--synchronous]
 
-FOLDER holds the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Each process uses
-OMP_NUM_THREADS threads, which torchrun sets to 1. With --checkpoint FILE you can stop the run; add --resume to the
-command to continue it.
+FOLDER has the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Each process uses
+OMP_NUM_THREADS threads, which torchrun sets to 1. With --checkpoint FILE a run can be stopped; add --resume to the
+same command to continue it.
 """
 
 import argparse
 import os
 import signal
 
-# Ctrl-C ends a process at once, even while it waits for messages, where Python's own handler would not run.
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a script
+# Ctrl-C ends a process at once and silently. Python's own handler would wait for a message that is under way.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as it is in a script's background
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from blocksparse.distributed import Epoch, Settings, train
@@ -20,10 +20,10 @@ from blocksparse_lab.data import idx
 from blocksparse_lab.models.mlp import SparseMLP
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--data", required=True, help="folder of the data")
+parser.add_argument("--data", required=True, help="folder with the idx files")
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch", type=int, default=128, help="rows per process")
-parser.add_argument("--hidden", type=int, default=1000, help="neurons of each of three layers")
+parser.add_argument("--batch", type=int, default=128, help="samples of each process in a step")
+parser.add_argument("--hidden", type=int, default=1000, help="neurons in each of three layers")
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--synchronous", action="store_true")

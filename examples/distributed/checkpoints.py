@@ -1,11 +1,11 @@
-"""A checkpoint that two processes write and any number of processes read, into a model with other layouts.
+"""Write a checkpoint on two processes, and load it on any number of processes into a model with other layouts.
 
 Run: torchrun --nproc-per-node 2 examples/distributed/checkpoints.py train FOLDER
      torchrun --nproc-per-node 4 examples/distributed/checkpoints.py resume FOLDER
      python examples/distributed/checkpoints.py resume FOLDER
 
-`train` takes 50 steps, with SET, and saves; `resume` begins with layouts of its own, loads, and takes 10 more steps.
-Under torchrun the values are sharded by FSDP2. The loss after loading is the one at saving, whoever loads.
+`train` takes 50 steps with SET and saves. `resume` starts with other layouts, loads, and takes 10 more steps. Under
+torchrun, FSDP2 shards the values. The loss after loading equals the loss at saving, on any number of processes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def network(density: float, seed: int) -> nn.Sequential:
 
 
 def loss_of(net: nn.Module, step: int) -> torch.Tensor:
-    """On this process's rows of a batch, which has as many on any number of processes."""
+    """Return the loss on this process's rows of a batch, whose size does not depend on the number of processes."""
     x = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step % 4))
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = x[rank::count]
@@ -46,20 +46,20 @@ def mean_loss(net: nn.Module) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("what", choices=("train", "resume"))
-    options.add_argument("folder")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("train", "resume"))
+    parser.add_argument("folder")
+    options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    train = given.what == "train"
+    train = options.command == "train"
     net = network(0.25 if train else 0.1, seed=0 if train else 1)
     if dist.is_initialized():
         fully_shard(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    begin = 0 if train else load_checkpoint(net, given.folder, optimizer=optimizer)["step"]
+    begin = 0 if train else load_checkpoint(net, options.folder, optimizer=optimizer)["step"]
     first = mean_loss(net)
-    # A method that is made again draws other connections than one that went on: its seed has the step in it.
+    # A new method starts with new random numbers: the step as seed keeps it from repeating those of the first run.
     method = bs.sparsity.SET(net, optimizer, zeta=0.1, every=5, seed=begin)
     end = begin + (50 if train else 10)
     for step in range(begin, end):
@@ -69,7 +69,7 @@ def main() -> None:
         method.step()
     last = mean_loss(net)
     if train:
-        save_checkpoint(net, given.folder, optimizer=optimizer, about={"step": end})
+        save_checkpoint(net, options.folder, optimizer=optimizer, about={"step": end})
     if not dist.is_initialized() or dist.get_rank() == 0:
         blocks = sum(layer.layout.nnz for layer in net[:2])
         print(f"{blocks} blocks, step {end}, loss {first:.4f} -> {last:.4f}")

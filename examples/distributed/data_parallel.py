@@ -18,7 +18,7 @@ CLASSES, FEATURES, BATCH = 10, 64, 128
 
 
 def network() -> nn.Sequential:
-    """The same on each process: layouts and values are drawn with PyTorch's generator."""
+    """Build the net, which is the same on each process: PyTorch's generator draws layouts and values."""
     torch.manual_seed(0)
     return nn.Sequential(
         bs.nn.Linear(FEATURES, 512, density=0.1, block_size=16, activation="relu"),
@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This process's part of a batch of noisy points around ten centers."""
+    """Return this process's part of a batch of noisy points around ten centers."""
     centers = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + step)
     target = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -52,11 +52,11 @@ def train(steps: int) -> None:
         if rank == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     x, target = batch(steps, rank, ranks)
-    right = (model(x).argmax(1) == target).sum()
-    dist.all_reduce(right)
+    correct = (model(x).argmax(1) == target).sum()
+    dist.all_reduce(correct)
     if rank == 0:
         layer = model.module[1]
-        print(f"accuracy {right.item() / BATCH:.2f}, {layer.layout.nnz} blocks, all of them in each process")
+        print(f"accuracy {correct.item() / BATCH:.2f}, {layer.layout.nnz} blocks, all of them in each process")
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     dist.init_process_group("gloo")  # "nccl" on GPUs
     train(steps)
-    # Once no model is left: one in DistributedDataParallel that outlives the group may wait for it without end.
+    # A model in DistributedDataParallel that outlives the group may wait for it for ever, so `train` owns the model.
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""FSDP2: each process stores a part of the blocks and of the optimizer's state; SET moves blocks that change theirs.
+"""FSDP2: each process stores a part of the blocks and of the optimizer's state; SET moves blocks between processes.
 
 Run: torchrun --nproc-per-node 2 examples/distributed/fsdp2.py [--steps 300]
 """
@@ -19,7 +19,7 @@ CLASSES, FEATURES, BATCH = 10, 64, 128
 
 
 def network() -> nn.Sequential:
-    """The same on each process: layouts and values are drawn with PyTorch's generator."""
+    """Build the net, which is the same on each process: PyTorch's generator draws layouts and values."""
     torch.manual_seed(0)
     return nn.Sequential(
         bs.nn.Linear(FEATURES, 512, density=0.1, block_size=16, activation="relu"),
@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This process's part of a batch of noisy points around ten centers."""
+    """Return this process's part of a batch of noisy points around ten centers."""
     centers = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + step)
     target = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -46,7 +46,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (ranks,))  # "cuda" on GPUs
     model = network()
     check_layouts(model)
-    for layer in model[:2]:  # gathered one after the other
+    for layer in model[:2]:  # each layer is gathered by itself
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -62,12 +62,12 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     x, target = batch(steps, rank, ranks)
     with torch.no_grad():
-        right = (model(x).argmax(1) == target).sum()
-    model.reshard()  # what the root keeps after a forward pass alone
-    dist.all_reduce(right)
+        correct = (model(x).argmax(1) == target).sum()
+    model.reshard()  # the root keeps its gathered parameters after a forward pass without a backward pass
+    dist.all_reduce(correct)
     if rank == 0:
-        here, every = len(model[1].values.to_local()), model[1].layout.nnz
-        print(f"accuracy {right.item() / BATCH:.2f}, {here} of {every} blocks in this process")
+        local, total = len(model[1].values.to_local()), model[1].layout.nnz
+        print(f"accuracy {correct.item() / BATCH:.2f}, {local} of {total} blocks in this process")
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""A pipeline of block-sparse stages, cut so that each stores about as many blocks, whose layouts evolve.
+"""A pipeline of block-sparse stages with about equally many blocks, whose layouts evolve.
 
 Run: torchrun --nproc-per-node 2 examples/distributed/pipeline.py [--steps 50] [--schedule 1f1b]
 
-Each process builds and stores its own layers only. The numbers are those of one process.
+Each process builds and stores its own layers only. The losses are those of one process.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCH, MICROBATCHES, LEARNING_RATE = 64, 8, 1e-3
 
 
 def layouts() -> list[bs.BlockLayout]:
-    """Of every layer: a few numbers for each block, which all processes can draw."""
+    """Return the layouts of all layers: they are small, so each process can draw them all."""
     shapes = zip(FEATURES[1:], FEATURES[:-1], strict=True)
     return [
         bs.patterns.random(shape, block_size=16, density=density, seed=layer)
@@ -32,31 +32,31 @@ def layouts() -> list[bs.BlockLayout]:
 
 
 def stage(first: int, last: int) -> nn.Sequential:
-    """The layers from `first` to before `last`. Each is drawn by its own seed, whatever process it lies in."""
+    """Build the layers [first, last). Each has its own seed, so its values do not depend on the cuts."""
     layers = []
     for index, layout in list(enumerate(layouts()))[first:last]:
         torch.manual_seed(index)
         out_features, in_features = layout.shape
         activation = "relu" if index < len(DENSITY) - 1 else None
         layer = bs.nn.Linear(in_features, out_features, layout=layout, activation=activation)
-        layer.values.data *= 6**0.5  # as He et al. draw them: else little gets through eight layers
+        layer.values.data *= 6**0.5  # He et al.'s range: with PyTorch's, activations vanish in eight layers
         layers.append(layer)
     return nn.Sequential(*layers)
 
 
 def evolution(part: nn.Sequential, first: int, optimizer: torch.optim.Optimizer) -> list[bs.sparsity.SET]:
-    """A method for each layer, seeded by its place in the net: one for all would number the layers of its process."""
+    """Return a method for each layer, seeded by its place in the net, so that draws do not depend on the cuts."""
     return [bs.sparsity.SET(layer, optimizer, zeta=0.1, every=5, seed=first + i) for i, layer in enumerate(part)]
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of four batches of inputs, `[BATCH, 64]`, and their classes: which sum of four features is the largest."""
+    """Return one of four batches `[BATCH, 64]` and its classes: the index of the largest sum of four features."""
     x = torch.randn(BATCH, FEATURES[0], generator=torch.Generator().manual_seed(step % 4))
     return x, x.view(BATCH, FEATURES[-1], -1).sum(2).argmax(1)
 
 
 def train(steps: int, schedule: str = "1f1b") -> tuple[nn.Sequential, list[float]]:
-    """This process's stage after `steps` steps, and, on the last one, the loss of each step."""
+    """Train; return this process's stage and, on the last stage, the loss of each step."""
     rank, stages = dist.get_rank(), dist.get_world_size()
     cuts = balanced_cuts([layout.nnz for layout in layouts()], stages)
     part = stage(cuts[rank], cuts[rank + 1])
@@ -68,15 +68,15 @@ def train(steps: int, schedule: str = "1f1b") -> tuple[nn.Sequential, list[float
     losses = []
     for step in range(steps):
         x, target = batch(step)
-        of_microbatches: list[torch.Tensor] = []
+        microbatch_losses: list[torch.Tensor] = []
         inputs = (x,) if rank == 0 else ()
-        run.step(*inputs, target=target if rank == stages - 1 else None, losses=of_microbatches, return_outputs=False)
+        run.step(*inputs, target=target if rank == stages - 1 else None, losses=microbatch_losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         for method in methods:
             method.step()
-        if of_microbatches:
-            losses.append(torch.stack(of_microbatches).mean().item())
+        if microbatch_losses:
+            losses.append(torch.stack(microbatch_losses).mean().item())
     return part, losses
 
 

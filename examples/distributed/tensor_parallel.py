@@ -1,6 +1,6 @@
-"""A small language model whose block-sparse layers two processes hold together, next to the same model on one.
+"""Tensor parallelism: a small language model on two processes, compared with the same model on one.
 
-torchrun --nproc-per-node 2 examples/distributed/tensor_parallel.py
+Run: torchrun --nproc-per-node 2 examples/distributed/tensor_parallel.py
 """
 
 import copy
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.out = bs.nn.Linear(HEADS * HEAD, WIDTH, density=0.25, block_size=16)
 
     def forward(self, x):
-        # -1: the heads that this process has.
+        # -1 is the number of heads on this process.
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, seed):
         super().__init__()
-        # The hubs of this graph are its first rows: of halves with as many features one would have far more blocks.
+        # The first rows of this graph are hubs: with equally many features, one process would have far more blocks.
         mask = bs.patterns.barabasi_albert(HIDDEN, block_size=16, m=4, seed=seed).mask()[:, : WIDTH // 16]
         self.fc1 = bs.nn.Linear(WIDTH, HIDDEN, layout=bs.BlockLayout(mask, 16), activation="gelu")
         self.fc2 = bs.nn.Linear(HIDDEN, WIDTH, layout=bs.BlockLayout(mask.T, 16))
@@ -73,12 +73,12 @@ PLAN = {
 
 
 def train(model, steps=20):
-    """Learns which byte follows which; returns the losses."""
+    """Train the model to predict the next byte; return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw = torch.Generator().manual_seed(1)  # the same batches in all processes
+    generator = torch.Generator().manual_seed(1)  # the same batches on all processes
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(BYTES, (8, 32), generator=draw)
+        tokens = torch.randint(BYTES, (8, 32), generator=generator)
         for t in range(1, 32):
             tokens[:, t] = (5 * tokens[:, t - 1] + 1) % BYTES
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -98,14 +98,14 @@ def main():
     alone = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], PLAN)
 
-    numbers, all_numbers = (sum(p.numel() for p in each.parameters()) for each in (model, alone))
+    local, total = (sum(p.numel() for p in each.parameters()) for each in (model, alone))
     blocks = torch.tensor([sum(m.layout.nnz for m in model.modules() if isinstance(m, bs.nn.Linear))])
-    every = [torch.empty_like(blocks) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, blocks)
+    by_rank = [torch.empty_like(blocks) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, blocks)
     losses, expected = train(model), train(alone)
     if dist.get_rank() == 0:
-        print(f"blocks of each process: {', '.join(str(each.item()) for each in every)}")
-        print(f"parameters: {numbers:,} of {all_numbers:,}")
+        print(f"blocks of each process: {', '.join(str(each.item()) for each in by_rank)}")
+        print(f"parameters: {local:,} of {total:,}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; one process: {expected[0]:.4f} -> {expected[-1]:.4f}")
     dist.destroy_process_group()
 
