@@ -241,7 +241,7 @@ def test_a_name_that_means_something_else_is_refused_and_nothing_is_changed(name
 def test_a_module_on_a_layer_with_an_activation_is_refused_by_name():
     model = nn.Sequential(bs.nn.Linear(40, 40, block_size=8, activation="relu"))
     model[0].adapter = nn.Identity()
-    with pytest.raises(bs.BlockSparseError, match=r"^0\.adapter: expected layers with an activation without modules"):
+    with pytest.raises(bs.BlockSparseError, match=r"^0\.adapter: a layer with an activation becomes nn.Sequential"):
         bs.densify(model)
 
 
@@ -445,11 +445,11 @@ def test_tied_values_that_make_different_weights_are_refused_by_name():
     layouts = [bs.BlockLayout(mask, 8) for mask in ([[1, 0], [0, 1]], [[0, 1], [1, 0]])]
     model = nn.Sequential(*(bs.nn.Linear(16, 16, layout=layout) for layout in layouts))
     model[1].values = model[0].values
-    with pytest.raises(bs.BlockSparseError, match=r"1.values: expected the same layout .* as 0.values"):
+    with pytest.raises(bs.BlockSparseError, match=r"1.values is tied to 0.values, but their layouts"):
         bs.densify(model, inplace=True)
     model[1] = nn.Linear(16, 16)
     model[1].own = model[0].values
-    with pytest.raises(bs.BlockSparseError, match=r"1.own: expected a parameter of its own: 0.values"):
+    with pytest.raises(bs.BlockSparseError, match=r"1.own is tied to 0.values"):
         bs.densify(model, inplace=True)
     assert isinstance(model[0], bs.nn.Linear)
 

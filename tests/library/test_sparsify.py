@@ -381,7 +381,7 @@ def test_states_that_do_not_fit(sparse):
     other = next(key for key in state if key.endswith("bias"))  # what is loaded as usual
     for wrong, message in (
         ({k: v for k, v in state.items() if k != "0.col_indices"}, "0.values: expected blocks with crow_indices and"),
-        ({**state, "9.weight": torch.zeros(2)}, "state: expected that of a Sequential like this one"),
+        ({**state, "9.weight": torch.zeros(2)}, "state: expected the state of this Sequential"),
         ({**state, "0.crow_indices": torch.zeros(9, dtype=torch.int32)}, r"crow_indices: expected \[4\] for 3 rows"),
         ({**state, "0.crow_indices": None}, "crow_indices: expected a vector of ints"),
         ({**state, "0.col_indices": state["0.col_indices"].double()}, "col_indices: expected a vector of ints"),
@@ -392,11 +392,11 @@ def test_states_that_do_not_fit(sparse):
         ({**state, "0.values": state["0.values"][:, :0]}, "0.values: expected blocks"),
         ({**state, "0.values": state["0.values"][1:]}, "values: expected shape"),
         ({**state, "0.values": state["0.values"].to_sparse()}, "values: expected a dense tensor"),
-        ({**state, other: state[other].to("meta")}, "expected a dense tensor with numbers"),
-        ({**state, other: state[other].to_sparse()}, "expected a dense tensor with numbers"),
-        ({**state, other: state[other][:1]}, "state: expected that of a Sequential like this one, got .*"),
-        ([1, 2], "state: expected what state_dict gave, got list"),
-        ({1: torch.ones(1)}, "state: expected what state_dict gave"),
+        ({**state, other: state[other].to("meta")}, "expected a dense tensor with values"),
+        ({**state, other: state[other].to_sparse()}, "expected a dense tensor with values"),
+        ({**state, other: state[other][:1]}, "state: expected the state of this Sequential, got .*"),
+        ([1, 2], "state: expected a state dict, got list"),
+        ({1: torch.ones(1)}, "state: expected a state dict"),
     ):
         model = net()
         before = copy.deepcopy(model.state_dict())

@@ -230,7 +230,7 @@ def test_what_has_no_dense_counterpart_is_not_densified(kind, data):
     model = nn.Sequential(bs.nn.Linear(32, 32, **options), nn.ReLU(), bs.nn.Linear(32, 32, **options))
     name, expected = "0", "`values` that are a parameter"
     if kind == "a user's class":
-        model[0], expected = OfAUser(32, 32, **options), "a layer of one of blocksparse.nn's own classes, got OfAUser"
+        model[0], expected = OfAUser(32, 32, **options), "a layer of a class of blocksparse.nn itself, got OfAUser"
     elif kind == "an LSTM's weight":
         model, name = nn.Sequential(bs.nn.LSTM(32, 32, **options)), "0.weight_hh_l0"
         prune.l1_unstructured(model[0].weight_hh_l0, "values", 0.5)

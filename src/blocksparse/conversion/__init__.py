@@ -1,4 +1,4 @@
-"""Whole models: from dense to block-sparse and back, and a report on their weights."""
+"""Conversion of whole models between dense, block-sparse and 8 bits, and reports on their weights."""
 
 from .densify import densify
 from .load import load_sparsified

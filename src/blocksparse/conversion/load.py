@@ -15,22 +15,22 @@ from ..surgery.replace import replace_with_sparse
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Loads the state dict of a sparsified model into one that is still dense, in place.
+    """Load the state dict of a sparsified model into a model that is still dense, in place.
 
-    Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are
-    loaded as by `load_state_dict`. Of weights that are tied in the model one is enough, as safetensors files have it.
+    Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are loaded as
+    by `load_state_dict`. The state needs only one of several tied weights, as in safetensors files.
 
     Args:
-        model: of the kind that was sparsified, with any values. One on the meta device takes the tensors themselves,
-            of any dtype.
-        state: what `state_dict` of the sparsified one gave, from a safetensors file say. (What transformers saved by
-            `save_pretrained`, `from_pretrained` loads.)
+        model: a dense model of the same architecture with any values. On the meta device it adopts the tensors
+            themselves, of any dtype.
+        state: the state dict of the sparsified model, from a safetensors file say. For models of the transformers
+            library use `save_pretrained` and `from_pretrained` instead.
 
     Returns:
-        The model; another object only where the model itself is a layer that became block-sparse.
+        The model. This is another object only if the model itself is a layer that became block-sparse.
 
     Raises:
-        BlockSparseError: tensors that are missing, too many, or do not fit the model. Nothing is changed then.
+        BlockSparseError: tensors that are missing, unknown, or do not fit the model. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> state = bs.sparsify(torch.nn.Linear(256, 256), density=0.25, force=True).state_dict()
@@ -40,7 +40,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
+        raise BlockSparseError.expected("state", "a state dict", type(state).__name__)
     tied = _tied(model)
     state = dict(state)
     for name, others in tied.items():  # safetensors stores tied weights once
@@ -50,11 +50,11 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     layouts = _layouts(model, state)
     on_meta = any(own.is_meta for own in (*model.parameters(), *model.buffers()))
     for key, tensor in state.items():
-        # What PyTorch would find only when the model is half loaded.
+        # PyTorch would notice these only when the model is half loaded.
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or (tensor.is_meta and not on_meta)):
-            raise BlockSparseError.expected(key, "a dense tensor with numbers", f"{tensor.layout} on {tensor.device}")
+            raise BlockSparseError.expected(key, "a dense tensor with values", f"{tensor.layout} on {tensor.device}")
     try:
-        # Once without values, so that nothing is changed where some of it does not fit. Indices say their shape.
+        # A first load without values fails before the model is changed. Indices keep theirs, which layouts need.
         empty = {
             key: tensor.to("meta") if isinstance(tensor, Tensor) and not key.endswith("_indices") else tensor
             for key, tensor in state.items()
@@ -62,8 +62,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         _load(_without_values(model), layouts, empty)
         model = _load(model, layouts, state)
     except RuntimeError as error:
-        raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
-    for name, others in tied.items():  # a model on the meta device took a parameter for each name
+        raise BlockSparseError.expected("state", f"the state of this {type(model).__name__}", error) from error
+    for name, others in tied.items():  # a model on the meta device has a parameter for each name now
         for other in others:
             module, _, key = other.rpartition(".")
             model.get_submodule(module).register_parameter(key, model.get_parameter(name))
@@ -71,7 +71,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """The parameters that have several names: each of these with the others."""
+    """Return the other names of each parameter that has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -88,7 +88,7 @@ def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[s
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
+    """Return a copy on the meta device."""
     empties: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -99,19 +99,20 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
+    """Return the layouts in a state by name of the dense weight, after checks."""
     layouts = {}
     weights = {weight.values_name: weight for weight in prunable(model, 1, empty=True)}
     for key, tensor in state.items():
         if not key.endswith("values") or key not in weights:
             continue
-        at = key.removesuffix("values")
+        prefix = key.removesuffix("values")
         shape = list(tensor.shape) if isinstance(tensor, Tensor) else []
-        if len(shape) < 3 or 0 in shape[1:3] or not {f"{at}crow_indices", f"{at}col_indices"} <= set(state):
+        if len(shape) < 3 or 0 in shape[1:3] or not {f"{prefix}crow_indices", f"{prefix}col_indices"} <= set(state):
             got = shape or type(tensor).__name__
             raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", got)
         block = (tensor.shape[1], tensor.shape[2])
         weight = weights[key].in_blocks(block)
-        layout = layout_of_indices(state[f"{at}crow_indices"], state[f"{at}col_indices"], weight.grid, block)
+        layout = layout_of_indices(state[f"{prefix}crow_indices"], state[f"{prefix}col_indices"], weight.grid, block)
         layout.check_values(tensor)
         layouts[weight.name] = layout
     return layouts

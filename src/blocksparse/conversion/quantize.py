@@ -1,4 +1,4 @@
-"""Puts the block-sparse layers of a trained model into 8 bits."""
+"""Quantizes the block-sparse layers of a trained model to 8 bits."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ QUANTIZED: dict[type[nn.Module], Any] = {
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.Module:
-    """Replaces block-sparse layers by ones in 8 bits: int8 weights, inputs rounded in each call.
+    """Replace block-sparse layers by ones with int8 weights, which round their inputs in each call.
 
     Linear layers become `QuantizedLinear`, convolutions `QuantizedConv1d` to `QuantizedConv3d`, LSTMs `QuantizedLSTM`.
-    On CPUs with VNNI the products of a linear layer take about half of the time of float32; elsewhere they are right,
-    and about as fast or slower. They have no gradients. Other modules stay as they are: transposed convolutions, other
-    recurrent layers, attention and dense layers (for these there is `torch.ao.quantization.quantize_dynamic`).
-    What a model loses its validation data say: `examples/eight_bits.py` compares accuracies.
+    On CPUs with VNNI a linear layer takes about half the time of float32; on others it is about as fast or slower.
+    Quantized layers have no gradients. Other modules stay as they are: transposed convolutions, other recurrent layers,
+    attention and dense layers (use `torch.ao.quantization.quantize_dynamic` for these). Measure the loss of accuracy on
+    validation data, as `examples/eight_bits.py` does.
 
     Args:
-        model: trained, with block-sparse layers of `blocksparse.nn` of float32, bfloat16 or float16.
+        model: a trained model with block-sparse layers of `blocksparse.nn` in float32, bfloat16 or float16.
         skip: layers that stay, as in `sparsify`.
-        inplace: whether the model itself is changed, instead of a copy.
+        inplace: whether to change the model itself instead of a copy.
 
     Returns:
-        The model; in place another object only where the model itself is one such layer.
+        The model. In place this is another object only if the model itself is one such layer.
 
     Raises:
-        BlockSparseError: no module, weights that are not finite, a `WeightNorm` of such a layer (`blocksparse.nn.fold`
-            ends it), a layer whose forward was set on the instance or that the model also uses by other ways than its
-            modules, or no layer to quantize. Nothing is changed then.
+        BlockSparseError: not a module; no layer to quantize; weights that are not finite; a `WeightNorm` of such a
+            layer (call `blocksparse.nn.fold` first); a layer whose forward was replaced, or that the model also uses
+            outside of its tree of modules. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 128, density=0.5), torch.nn.ReLU(), torch.nn.Linear(128, 10))
@@ -63,23 +63,27 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
-    left, _ = skipped(model, skip)
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) in QUANTIZED and layer not in left}
+    skipped_modules, _ = skipped(model, skip)
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) in QUANTIZED and layer not in skipped_modules
+    }
     chosen = {name: QUANTIZED[type(layer)].of(layer) for name, layer in layers.items() if _refusal(layer) is None}
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
-        there = {
+        others = {
             type(module).__name__ + (f": {_refusal(module)}" if module in layers.values() else "")
             for module in model.modules()
             if isinstance(module, LayoutModule | MultiWeightModule)
         }
-        got = f"none ({', '.join(sorted(there))})" if there else "none"
+        got = f"none ({', '.join(sorted(others))})" if others else "none"
         raise BlockSparseError.expected("model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", got)
     for name, module in model.named_modules():
         if isinstance(module, WeightNorm) and type(module.module) in QUANTIZED:
-            given = f"{name or 'the model'}, a WeightNorm of one"
-            wanted = "layers with weights of their own: blocksparse.nn.fold first"
-            raise BlockSparseError.expected("model", wanted, given)
+            raise BlockSparseError(
+                f"model: {name or 'it'} is a WeightNorm of a layer to quantize: call blocksparse.nn.fold first"
+            )
     check_replaceable(model, [layers[name] for name in chosen])
     model = model if inplace else copy_model(model, otherwise="inplace=True")
     old = dict(model.named_modules())
@@ -87,7 +91,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
 
 
 def _refusal(layer: nn.Module) -> str | None:
-    """Why such a layer cannot be in 8 bits, or None."""
+    """Return why a layer cannot be quantized, or None."""
     weights = [each.values for each in layer.modules() if isinstance(each, BlockSparseModule)]
     for values in weights:
         inputs = math.prod(values.shape[2:])

@@ -1,4 +1,4 @@
-"""Reports on a model's weights, dense and block-sparse: numbers, bytes, work, speed."""
+"""Reports on a model's weights: density, memory, FLOPs and measured speed-ups."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from ..surgery.carry import REASONS
 from ..surgery.prunable import survey
 from .speed import Example, Speed, checked_tokens
 
-# Columns that a name has in the report as text, however narrow.
-MIN_NAME = 14
+# The minimum width of the column of names.
+MIN_NAME_WIDTH = 14
 
 
 @dataclass(frozen=True)
 class Row:
-    """One weight.
+    """The report on one weight.
 
     Args:
-        name: of the weight as it is called where it is dense.
-        kind: of the module that has it.
+        name: the weight's name in the dense model.
+        kind: the class of its module.
         shape: `(out, in, *kernel)`, without padding.
-        block: (rows, columns), None where it is dense.
-        density, nnz: of its layout; of a dense weight 1 and None.
-        parameters, dense_parameters: numbers stored (with the padding of blocks), and numbers of the dense weight.
-        bytes, dense_bytes: of these, with the indices of the blocks.
-        flops, dense_flops: for one token, two for each stored number; of a convolution for one position of the output;
-            of a table that is looked up none.
-        speed_up: time of the dense module / time of this one, forward; None where it is dense, or does not run here.
-        note: why it was left dense.
+        block: (rows, columns); None if it is dense.
+        density, nnz: of its layout; 1 and None if it is dense.
+        parameters, dense_parameters: stored parameters, with padding, and parameters of the dense weight.
+        bytes, dense_bytes: their memory, with the indices of blocks.
+        flops, dense_flops: two per stored parameter, for one token or one output position; 0 for embeddings.
+        speed_up: dense time / block-sparse time of a forward call of the module; None if it is dense or cannot run.
+        note: why it stays dense.
     """
 
     name: str
@@ -60,14 +59,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The weights of a model, as `report` makes it.
+    """A report on the weights of a model; `report` makes it.
 
     Args:
-        rows: of the weights, in the model's order.
-        tokens: rows of the inputs that speed was measured with, where there was no example.
-        device: of the weights.
-        other_parameters, other_bytes: of biases, norms and whatever else is no weight.
-        speed_up: time of the dense model / time of this one on the example, None without one.
+        rows: the weights in the model's order.
+        tokens: rows of the inputs that modules were timed with, unless there was an example.
+        device: the device of the weights.
+        other_parameters, other_bytes: of biases, norms and all else.
+        speed_up: dense time / block-sparse time of the model on the example; None without one.
     """
 
     rows: tuple[Row, ...]
@@ -79,7 +78,7 @@ class Report:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Totals of the model: parameters, bytes and flops, as they are and if all weights were dense."""
+        """Parameters, bytes and FLOPs of the model, as it is and if all weights were dense."""
         names = ("parameters", "dense_parameters", "bytes", "dense_bytes", "flops", "dense_flops")
         other = {"parameters": self.other_parameters, "bytes": self.other_bytes}
         return {
@@ -89,16 +88,16 @@ class Report:
 
     @property
     def dense(self) -> dict[str, str]:
-        """The weights that are dense, with the reason."""
+        """The names of dense weights, with the reasons."""
         return {row.name: row.note for row in self.rows if row.block is None}
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the report as a dict for JSON."""
         content = asdict(self)
         return {**content, "rows": [asdict(row) for row in self.rows], "totals": self.totals}
 
     def table(self, width: int = 100) -> str:
-        """As text, in `width` columns unless the numbers alone take more."""
+        """Return the report as text, `width` columns wide unless the numbers alone need more."""
         head = ("weight", "shape", "density", "blocks", "numbers", "memory", "FLOPs", "speed-up")
         body = [
             (
@@ -120,10 +119,10 @@ class Report:
             foot.append((title, "", "", "", _count(numbers), _bytes(size), _count(work), whole))
         sizes = [max(map(len, column)) for column in zip(head, *body, *foot, strict=True)]
         right = sum(size + 2 for size in sizes[1:])
-        sizes[0] = min(sizes[0], max(width - right, MIN_NAME))
+        sizes[0] = min(sizes[0], max(width - right, MIN_NAME_WIDTH))
 
         def line(cells: tuple[str, ...]) -> list[str]:
-            # A long name is broken after a dot.
+            # Long names wrap after a dot.
             name, *more = textwrap.wrap(cells[0].replace(".", ". "), sizes[0])
             cells = (name.replace(". ", ".").ljust(sizes[0]), *map(str.rjust, cells[1:], sizes[1:]))
             return ["  ".join(cells).rstrip(), *(f"  {part.replace('. ', '.')}" for part in more)]
@@ -134,7 +133,7 @@ class Report:
             if row.note:
                 note = row.note if row.note.startswith(row.kind) else f"{row.kind}: {row.note}"
                 lines += textwrap.wrap(note, sizes[0] + right, initial_indent="  ", subsequent_indent="  ")
-        return "\n".join([*lines, "", *(one for cells in foot for one in line(cells))])
+        return "\n".join([*lines, "", *(wrapped for cells in foot for wrapped in line(cells))])
 
     def __str__(self) -> str:
         return self.table()
@@ -142,35 +141,34 @@ class Report:
 
 @torch.no_grad()
 def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -> Report:
-    """Reports on each weight of a model: density, memory, work, measured speed-up, and why it is dense if it is.
+    """Report the density, memory, FLOPs and measured speed-up of each weight, and why dense weights are dense.
 
-    The speed-up of a module is that of one forward call, alternating with the dense module; equal ones are measured
-    once. The weights of a recurrent layer have that of the whole layer.
+    The speed-up is measured on one forward call of the module, alternating with the dense module; equal modules are
+    timed once. All weights of a recurrent layer get the speed-up of the layer.
 
     Args:
         model: any module.
-        tokens: rows of the inputs to measure with; positions of the output of a convolution; steps of a recurrent
+        tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
-        example: instead of that, what the model is called with, as for `sparsify`: each module is measured with what it
-            gets from it, and the whole model too.
+        example: inputs of the model to time with instead, as for `sparsify`; the whole model is then timed too.
 
     Raises:
-        BlockSparseError: no module, one on the meta device, no positive number of tokens, or an example that the model
-            does not take.
+        BlockSparseError: not a module, a model on the meta device or in 8 bits, an invalid number of tokens, or an
+            example that the model does not accept.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(256, 256, density=0.25), torch.nn.Linear(256, 10))
-    >>> made = bs.report(model)
-    >>> [(row.name, row.density, row.parameters, row.flops) for row in made.rows]
+    >>> summary = bs.report(model)
+    >>> [(row.name, row.density, row.parameters, row.flops) for row in summary.rows]
     [('0.weight', 0.25, 16384, 32768), ('1.weight', 1.0, 2560, 5120)]
     """
     checked_tokens(tokens)
     if isinstance(model, nn.Module) and any(isinstance(module, QuantizedModule) for module in model.modules()):
-        raise BlockSparseError.expected("model", "one before bs.quantize: layers in 8 bits have no report", "one after")
+        raise BlockSparseError("model: layers in 8 bits have no report. Call bs.report before bs.quantize.")
     dense = {weight.name: (weight, reason) for weight, reason in survey(model)}
     rows = []
     owners = dict(model.named_modules())
-    # The modules that are called, by that of the weight.
+    # A weight of a module with several weights is a module of its own, but its owner is called.
     called = {
         module: owners[name.rpartition(".")[0]] if isinstance(module, Weight) else module
         for name, module in owners.items()
@@ -192,7 +190,7 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     stored |= {weight.tensor for weight, _ in dense.values()}
     other = [p for p in parameters if p not in stored]
     speed_up = None
-    with suppress(BlockSparseError):  # a layer has no dense counterpart, as its row says
+    with suppress(BlockSparseError):  # a layer without a dense counterpart: its row has the reason
         speed_up = speed.of_sparse_model() if called else None
     return Report(
         tuple(rows),
@@ -219,7 +217,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
     sizes = values.numel(), size, values.element_size()
     try:
         return _row(name, kind, shape, sizes, layout=layout, speed_up=speed.of_module(owner))
-    except BlockSparseError as error:  # no backend runs it here, or nothing dense is like it
+    except BlockSparseError as error:  # no backend can run it, or it has no dense counterpart
         return _row(name, kind, shape, sizes, layout=layout, note=str(error))
 
 
@@ -240,7 +238,7 @@ def _row(
     speed_up: float | None = None,
     note: str = "",
 ) -> Row:
-    """A row from the numbers stored, their bytes with all indices, the bytes of one, and the work for one."""
+    """Build a row; `sizes` are the stored parameters, their bytes with indices, and the bytes of one parameter."""
     (stored, size, itemsize), dense = sizes, math.prod(shape)
     blocks: tuple[Any, Any, Any] = (None, 1.0, None)
     if layout is not None:

@@ -20,6 +20,7 @@ from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
 from ..surgery.carry import REASONS
 from ..surgery.model_tools import copy_model
+from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
@@ -163,13 +164,6 @@ def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Sk
             if isinstance(module, BlockSparseModule) and module not in skipped_modules
         },
     )
-
-
-def check_optimizer_is_inplace(optimizer: object, inplace: bool) -> None:
-    if optimizer is not None and not inplace:
-        raise BlockSparseError(
-            "optimizer= requires inplace=True; without it, a copy is returned that the optimizer does not train."
-        )
 
 
 def _no_weights_error(model: nn.Module, found: Survey) -> BlockSparseError:

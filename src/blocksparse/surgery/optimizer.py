@@ -147,6 +147,14 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
         check_kept(each.state.get(parameter, {}), parameter, name, remedy=remedy)
 
 
+def check_optimizer_is_inplace(optimizer: object, inplace: bool) -> None:
+    """Raise a BlockSparseError if an optimizer is given for a model that is copied."""
+    if optimizer is not None and not inplace:
+        raise BlockSparseError(
+            "optimizer= requires inplace=True; without it, a copy is returned that the optimizer does not train."
+        )
+
+
 def _copies_outside(optimizer: Any, parameter: Tensor) -> str | None:
     """Return the attribute in which an optimizer keeps tensors of a parameter outside its state, or None."""
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
