@@ -89,11 +89,11 @@ def test_zeros_are_left_out_in_inference(monkeypatch, any_backend):
     seen = []
 
     def watched(*given):
-        seen.append(gates.gated(*given))
+        seen.append(gates.apply_gate(*given))
         return seen[-1]
 
     # The function hides the package of its name.
-    monkeypatch.setattr(sys.modules["blocksparse.ops.linear"], "gated", watched)
+    monkeypatch.setattr(sys.modules["blocksparse.ops.linear"], "apply_gate", watched)
     values[gate == 0] = torch.nan  # never looked at
     with torch.inference_mode():
         y = bs.linear(x, values, LAYOUT, gate=gate)
@@ -131,7 +131,7 @@ def test_follows_every_change(any_backend):
             step()
             expected = x @ bs.to_dense(times(values, gate), LAYOUT).T
             torch.testing.assert_close(bs.linear(x, values, LAYOUT, gate=gate), expected)
-    assert len(LAYOUT.derived("gates", dict)) <= gates.REMEMBERED
+    assert len(LAYOUT.derived("gates", dict)) <= gates.MAX_CACHED_GATES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

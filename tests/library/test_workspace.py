@@ -19,7 +19,7 @@ def empty_workspace():
 
 
 def kept():
-    return sum(buffer.storage.nbytes() for buffer in workspace._kept)
+    return sum(buffer.storage.nbytes() for buffer in workspace._buffers)
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it():
@@ -71,7 +71,7 @@ def test_what_is_of_no_use_is_given_back(monkeypatch):
     for i in range(workspace.MAX_IDLE_FACTOR + 2):
         workspace.empty((4096 + i, 1024), torch.float32, CPU)
     workspace.empty((9999, 1024), torch.float32, CPU)
-    assert all(buffer.storage.nbytes() > 4 * 1024 * 1024 for buffer in workspace._kept)
+    assert all(buffer.storage.nbytes() > 4 * 1024 * 1024 for buffer in workspace._buffers)
     monkeypatch.setattr(workspace, "MAX_BYTES", 40 << 20)
     for size in (1, 3, 9):
         workspace.empty((size * 1024, 1024), torch.float32, CPU)

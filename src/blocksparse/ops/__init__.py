@@ -1,4 +1,4 @@
-"""The operations: one folder each, one registry of the backends that serve them."""
+"""Operations, each in a folder of its own, and the registry of the backends that serve them."""
 
 from .conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from .expert_linear import expert_linear, parts_of, route

@@ -1,4 +1,4 @@
-"""The activations that products fuse, and the gradients at what comes before them."""
+"""Activations that products fuse, and their gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 
 def grad_before(grad: Tensor, activation: str | None, output: Tensor | None, before: Callable[[], Tensor]) -> Tensor:
-    """Returns the gradient before the activation: of "relu" from its output, of others from what `before` computes."""
+    """Return the gradient at the input of an activation; "relu" needs its output, others the input, `before()`."""
     if activation is None:
         return grad
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad, output, 0)  # type: ignore[no-any-return]
-    if activation == "silu" and torch.is_grad_enabled():  # PyTorch's own has no gradient
+    if activation == "silu" and torch.is_grad_enabled():  # PyTorch's own backward op has no gradient
         y = before()
         gate = y.sigmoid()
         return grad * gate * (1 + y * (1 - gate))

@@ -1,4 +1,4 @@
-"""Gates: a scale for each stored block, whose zeros are left out in inference."""
+"""Gates: one scale per stored block; in inference on the CPU, blocks with gate 0 are skipped."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..layout import BlockLayout
 from . import workspace
 from .registry import can_bypass_dispatcher, needs_grad
 
-# How many gates a layout caches, the newest ones: several weights may share a layout.
-REMEMBERED = 8
+# A layout caches its newest gates, up to this number: several weights may share a layout.
+MAX_CACHED_GATES = 8
 
 
-class _Open(NamedTuple):
-    """What a gate leaves of a layout."""
+class _OpenBlocks(NamedTuple):
+    """The blocks whose gate is not 0."""
 
-    layout: BlockLayout | None  # None for all of it
-    blocks: Tensor  # int64, the positions of the blocks whose gate is not 0
-    scale: Tensor | None  # their gates; None where all are 1
+    layout: BlockLayout | None  # None if all blocks are open
+    blocks: Tensor  # int64, positions of the open blocks
+    scale: Tensor | None  # their gates; None if all are 1
 
 
-def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, BlockLayout]:
-    """The values times their gates, and the blocks that these are.
+def apply_gate(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, BlockLayout]:
+    """Return the values times their gates, and the layout of the result.
 
-    What has a gradient is multiplied, all of it. In inference on the CPU the blocks whose gate is 0 are left out. That
-    needs the gate's numbers: on other devices reading them would make the host wait, and in a graph that is traced
-    they are not there yet.
+    In inference on the CPU the result has no blocks with gate 0. That requires reading the gate: on other devices the
+    host would have to wait, and a traced graph has no numbers yet. In these cases, and if a gradient is needed, all
+    blocks are multiplied.
     """
     _check(values, layout, gate)
     values, gate = values.resolve_neg(), gate.resolve_neg()
@@ -38,41 +38,41 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
     if not readable or needs_grad(values, gate):
         if readable:
             _refuse_nan(gate)
-        return values * _beside(gate, values), layout
+        return values * _per_block(gate, values), layout
     numbers = gate.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    # Compared by content, as version counters miss what `.data` and fused optimizers write. For the same reason the
-    # values times their gates cannot be cached between calls.
-    remembered: dict[object, _Open] = layout.derived("gates", dict)
-    found = remembered.get((gate.dtype, numbers))
-    if found is None:
-        found = _read(gate.detach(), layout, remembered)
-        if len(remembered) >= REMEMBERED:
-            oldest, *_ = remembered
-            remembered.pop(oldest, None)  # another thread may have removed it
-        remembered[gate.dtype, numbers] = found
-    return _kept(values.detach(), found), found.layout or layout
+    # Gates are compared by content, because version counters miss writes through `.data` and by fused optimizers. For
+    # the same reason the product of values and gates cannot be cached between calls.
+    cache: dict[object, _OpenBlocks] = layout.derived("gates", dict)
+    entry = cache.get((gate.dtype, numbers))
+    if entry is None:
+        entry = _find_open_blocks(gate.detach(), layout, cache)
+        if len(cache) >= MAX_CACHED_GATES:
+            oldest, *_ = cache
+            cache.pop(oldest, None)  # another thread may have removed it
+        cache[gate.dtype, numbers] = entry
+    return _open_values(values.detach(), entry), entry.layout or layout
 
 
-def _read(gate: Tensor, layout: BlockLayout, remembered: dict[object, _Open]) -> _Open:
+def _find_open_blocks(gate: Tensor, layout: BlockLayout, cache: dict[object, _OpenBlocks]) -> _OpenBlocks:
     _refuse_nan(gate)
     keep = gate != 0
     blocks, scale = keep.nonzero().squeeze(1), gate[keep]
     smaller = None if keep.all() else layout.select(keep)
-    for known in list(remembered.values()):
-        if known.layout == smaller:  # which has its plan already
-            smaller = known.layout
-    return _Open(smaller, blocks, None if (scale == 1).all() else scale)
+    for other in list(cache.values()):
+        if other.layout == smaller:  # an equal layout that has its plans already
+            smaller = other.layout
+    return _OpenBlocks(smaller, blocks, None if (scale == 1).all() else scale)
 
 
-def _kept(values: Tensor, found: _Open) -> Tensor:
-    if found.layout is None:
-        return values if found.scale is None else values * _beside(found.scale, values)
-    kept = workspace.empty((found.blocks.numel(), *values.shape[1:]), values.dtype, values.device)
-    torch.index_select(values, 0, found.blocks, out=kept)
-    return kept if found.scale is None else kept.mul_(_beside(found.scale, kept))
+def _open_values(values: Tensor, entry: _OpenBlocks) -> Tensor:
+    if entry.layout is None:
+        return values if entry.scale is None else values * _per_block(entry.scale, values)
+    selected = workspace.empty((entry.blocks.numel(), *values.shape[1:]), values.dtype, values.device)
+    torch.index_select(values, 0, entry.blocks, out=selected)
+    return selected if entry.scale is None else selected.mul_(_per_block(entry.scale, selected))
 
 
-def _beside(gate: Tensor, values: Tensor) -> Tensor:
+def _per_block(gate: Tensor, values: Tensor) -> Tensor:
     return gate.view(-1, *[1] * (values.dim() - 1))
 
 

@@ -1,4 +1,4 @@
-"""Checks of tensors for the public functions of all ops."""
+"""Checks of tensors that the public functions of all ops share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..layout import BlockLayout
 
 
 def check_kinds(layout: Any, **tensors: Any) -> None:
-    """Raises a BlockSparseError unless these are a layout and plain tensors without forward-mode tangents.
+    """Check that these are a layout and plain dense tensors without forward-mode tangents.
 
-    A bias and a gate may be None.
+    A `bias` and a `gate` may be None.
     """
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
@@ -40,7 +40,7 @@ FORWARD_MODE = (
 
 
 def check_tangents(**tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError if a tensor has one: PyTorch would silently take that of the result to be zero."""
+    """Refuse tensors with a forward-mode tangent: PyTorch would silently take the tangent of the result to be zero."""
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
@@ -49,7 +49,7 @@ def check_tangents(**tensors: Tensor | None) -> None:
 
 
 def check_same(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
-    """Raises a BlockSparseError unless all have the dtype and the device of x."""
+    """Check that all tensors have the dtype and the device of x."""
     for name, tensor in (("values", values), ("bias", bias)):
         if tensor is None:
             continue
@@ -82,14 +82,15 @@ def check_tensors(
 
 
 def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the stride between rows; of a vector `[features]`, the features of its one row.
+    """Return the stride between rows `[rows, features]`, or 0 for a vector `[features]`; check that kernels can use it.
 
-    A tensor that is written to has a name that ends in `_out`.
+    The features of a row must be contiguous. Rows of a tensor that is written to must not overlap; its name ends in
+    `_out`.
     """
     if tensor.shape == shape and tensor.dtype is dtype and tensor.device == device and tensor.layout is torch.strided:
         *rows, step = tensor.stride()
         overlapping = name.endswith("_out") and rows[0] < shape[-1] and shape[0] > 1
-        # Of no rows PyTorch leaves any strides, contiguous or not.
+        # PyTorch keeps arbitrary strides of a tensor without rows.
         if (step == 1 or shape[-1] == 1 or shape[0] == 0) and not overlapping and not tensor.is_neg():
             return rows[0] if rows else 0
     expected = f"{list(shape)}, features side by side, {dtype}, {device}"
@@ -97,16 +98,16 @@ def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def described(tensor: Tensor) -> str:
-    """Describes shape, strides, dtype and device for an error."""
+    """Return shape, strides, dtype and device, for an error."""
     strided = tensor.layout is torch.strided
     memory = f"with strides {list(tensor.stride())}" if strided else f"of layout {tensor.layout}"
     return f"{list(tensor.shape)} {memory}, {tensor.dtype}, {tensor.device}"
 
 
 def check_devices(indices: Sequence[Tensor], **tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError unless all tensors are on the device of the first; indices only where that has memory.
+    """Check that all tensors are on the device of the first one; indices may be anywhere if that is the meta device.
 
-    PyTorch calls an op's meta kernel when any operand is a meta tensor, and would return memory that nobody wrote.
+    PyTorch calls an op's meta kernel if any tensor is a meta tensor, and would return memory that nobody wrote.
     """
     (first, reference), *others = tensors.items()
     if reference is None:
@@ -119,7 +120,7 @@ def check_devices(indices: Sequence[Tensor], **tensors: Tensor | None) -> None:
 
 
 def check_rows_of_table(index: Tensor, rows: int) -> None:
-    """Raises a BlockSparseError unless the numbers of an index are those of rows of a table."""
+    """Check that the numbers of an index are rows of a table with this number of rows."""
     if index.numel():
         low, high = torch.aminmax(index)
         if low < 0 or high >= rows:
@@ -127,7 +128,7 @@ def check_rows_of_table(index: Tensor, rows: int) -> None:
 
 
 def refuse_onnx(name: str) -> None:
-    """Raises a BlockSparseError while torch.onnx.export traces a model: ONNX has no block-sparse operations."""
+    """Refuse calls while torch.onnx.export traces a model: ONNX has no block-sparse operations."""
     if (torch.compiler.is_exporting() or torch.jit.is_tracing()) and _is_in_onnx_export():
         expected = "blocksparse.export_onnx(model, args, file), which writes dense weights"
         raise BlockSparseError.expected("torch.onnx.export", expected, f"a model with blocksparse's {name}")
@@ -137,18 +138,18 @@ def _is_in_onnx_export() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# Dynamo takes PyTorch's function for False, and this one as it is.
+# Dynamo replaces PyTorch's function by False; it calls this one.
 _is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_activation(activation: Any, known: Any) -> None:
-    """Raises a BlockSparseError unless the activation is one of those known."""
+    """Check that the activation is a known one."""
     if not isinstance(activation, str | None) or activation not in known:
         raise BlockSparseError.expected("activation", f"one of {list(known)}", repr(activation))
 
 
 def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors in the dtype of `torch.autocast` where that is on; float64 stays."""
+    """Return the tensors cast to the dtype of `torch.autocast` if it is on; float64 is not cast."""
     if not in_autocast(x):
         return x, values, bias
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -160,26 +161,26 @@ def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def in_autocast(x: Tensor) -> bool:
-    """Whether `torch.autocast` is on for the device of x."""
+    """Return whether `torch.autocast` is on for the device of x."""
     device = x.device.type
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Within it, tensors of this device keep their dtypes."""
+    """Return a context in which autocast is off for this device."""
     return torch.autocast(device.type if _has_autocast(device.type) else "cpu", enabled=False)
 
 
 def _has_autocast(device: str) -> bool:
-    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)  # not "meta", say
+    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)  # false for "meta"
 
 
-def features_together(x: Tensor) -> Tensor:
-    """Returns x, or a copy whose features lie side by side, as kernels need them."""
+def contiguous_features(x: Tensor) -> Tensor:
+    """Return x, or a copy of it if its features are not contiguous; kernels need them contiguous."""
     return x if x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
 
 
-# The dtypes that kernels serve, and those in which they accumulate sums.
+# The dtypes that kernels serve, each with the dtype of its sums.
 SUM_DTYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -189,5 +190,5 @@ SUM_DTYPES = {
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums of any `dtype` are accumulated."""
+    """Return the dtype in which sums of numbers of this dtype are accumulated."""
     return SUM_DTYPES.get(dtype, dtype)

@@ -1,4 +1,4 @@
-"""The compiled CPU core, shared by all ops: availability, instruction set, threads."""
+"""The compiled CPU core, shared by all ops: availability, instruction set, threads, and addresses of tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = _Dtypes(
 )
 _CPU = torch.device("cpu")
 _OMP_PAUSE_HARD = 2
-# As in `registry`.
+# Keyed as in `registry`.
 _forced: dict[object, str] = {}
 
 
@@ -44,7 +44,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
             f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
             f"source tree (needs a C++17 compiler), or `make setup` for development; see {Page.INSTALL}"
         )
-    # The addresses of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
+    # The core runs PyTorch's own parallel loop: one pool of threads serves both, sized by torch.set_num_threads.
     torch_cpu = _torch_cpu()
     try:
         loop, count = torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads
@@ -61,9 +61,9 @@ def _torch_cpu() -> ctypes.CDLL:
 
 
 def _end_idle_threads() -> None:
-    """Ends OpenMP's idle threads before a fork: the child would wait forever for threads that it does not have.
+    """End OpenMP's idle threads before a fork: the child would wait forever for threads that it does not have.
 
-    With GNU's OpenMP PyTorch's own products hang too. The pool starts again with the next loop, in both processes.
+    With GNU's OpenMP, PyTorch's own products hang too. The next loop starts the pool again, in both processes.
     """
     pause = getattr(_torch_cpu(), "omp_pause_resource_all", None)  # since OpenMP 5.0
     if pause is not None:
@@ -76,7 +76,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def unavailable() -> str | None:
-    """Why the compiled core cannot be used, or None when it can."""
+    """Return the reason why the compiled core cannot be used, or None if it can."""
     reason = _load()[1]
     if reason is None:
         try:
@@ -87,7 +87,7 @@ def unavailable() -> str | None:
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the core cannot serve such tensors, or None when it can: the `refusal` of each op's CPU backend."""
+    """Return why the core cannot serve these tensors, or None if it can. All CPU backends share this `refusal`."""
     if device.type != "cpu":
         return f"it serves tensors on the CPU, not on {device}"
     if dtype not in DTYPES:
@@ -96,7 +96,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def core() -> ModuleType:
-    """The compiled module; a BlockSparseError that says how to build it where it is missing."""
+    """Return the compiled module; if it is missing, raise a BlockSparseError that says how to build it."""
     module, reason = _load()
     if module is None:
         raise BlockSparseError(reason)
@@ -104,12 +104,12 @@ def core() -> ModuleType:
 
 
 def isas() -> dict[str, bool]:
-    """The instruction sets compiled in, slowest first, and whether this CPU has them."""
+    """Return the instruction sets of the compiled core, slowest first, and whether this CPU has them."""
     return dict(core().isas())
 
 
 def isa() -> str:
-    """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
+    """Return the instruction set in use: the best of this CPU, or that of the environment variable; chosen once."""
     forced = [*_forced.values()]  # a copy, as other threads change it
     return forced[-1] if forced else _chosen()
 
@@ -124,7 +124,7 @@ def _chosen() -> str:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Within it, the CPU kernels of the whole process run with the instruction set `name`: for tests, comparisons."""
+    """Run the CPU kernels of the whole process with this instruction set inside the `with`, for tests."""
     key = object()
     _forced[key] = _checked(name, "isa")
     try:
@@ -141,12 +141,12 @@ def _checked(name: str, subject: str) -> str:
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------
-# The core trusts addresses. These functions, which compare each tensor with what the kernels touch, are the only ways
-# to get one. (The core checks the lengths of index arrays itself.)
+# The core trusts addresses. These functions compare each tensor with the memory that kernels touch, and are the only
+# way to get an address. (The core checks the lengths of index arrays itself.)
 
 
 def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of a contiguous tensor of this shape and dtype on the CPU, or 0 for None."""
+    """Return the address of a contiguous tensor of this shape and dtype on the CPU, or 0 for None."""
     if tensor is None:
         return 0
     if (
@@ -160,11 +160,11 @@ def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: tor
     return _pointer(name, tensor)
 
 
-def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """As `address`, of rows anywhere whose features lie side by side, and the distance between these rows.
+def row_addresses(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Return the address of a matrix and the stride between its rows, whose features must be contiguous.
 
     >>> import torch
-    >>> rows("x", torch.ones(4, 6)[:, :5], (4, 5), torch.float32)[1]
+    >>> row_addresses("x", torch.ones(4, 6)[:, :5], (4, 5), torch.float32)[1]
     6
     """
     if tensor is None:
@@ -177,8 +177,8 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
     return _pointer(name, tensor), stride
 
 
-def ready(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """As `address`, of a tensor that is bare; 0 where that refuses it, or where there are no numbers."""
+def address_or_zero(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the address of a tensor that is not lazily negated; 0 if `address` would refuse it, or if it is empty."""
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
         return 0
     pointer = tensor.data_ptr()
@@ -187,39 +187,39 @@ def ready(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _pointer(name: str, tensor: Tensor) -> int:
     pointer = tensor.data_ptr()
-    # A view's address is its distance from 0 then.
+    # PyTorch's address of a freed storage is 0, and that of a view of it the view's offset.
     if pointer == tensor.storage_offset() * tensor.element_size() and tensor.numel():
         raise BlockSparseError.expected(name, "a tensor with memory", "one whose storage was freed")
     return pointer
 
 
-Operand = tuple[str, Tensor | None, tuple[int, ...], torch.dtype]
+CoreTensor = tuple[str, Tensor | None, tuple[int, ...], torch.dtype]
 
 
-def operands(*tensors: Operand) -> tuple[ModuleType, str, list[tuple[int, int]]]:
-    """The core, the instruction set, and of each tensor its address and the distance between rows.
+def arguments(*tensors: CoreTensor) -> tuple[ModuleType, str, list[tuple[int, int]]]:
+    """Return the core, the instruction set, and for each tensor its address and the stride between its rows.
 
-    Matrices are `rows`; any other tensor, for which the distance is 0, is one `address`.
+    Rows of a matrix may be anywhere, as for `row_addresses`; any other tensor must be contiguous, and its stride is 0.
     """
-    found = []
+    addresses = []
     for name, tensor, shape, dtype in tensors:
         if len(shape) == 2:
-            found.append(rows(name, tensor, shape, dtype))
+            addresses.append(row_addresses(name, tensor, shape, dtype))
         else:
-            found.append((address(name, tensor, shape, dtype), 0))
-    return core(), isa(), found
+            addresses.append((address(name, tensor, shape, dtype), 0))
+    return core(), isa(), addresses
 
 
-def new(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, int]:
-    """Memory on the CPU for an output of another tensor's dtype, and its address."""
-    size = math.prod(shape) * like.element_size()  # memory of small ones is used again without our help
+def allocate(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, int]:
+    """Return an empty tensor on the CPU with the dtype of another one, and its address."""
+    size = math.prod(shape) * like.element_size()  # the C library reuses small allocations itself
     small = size < workspace.MIN_BYTES and like.is_cpu
     made = like.new_empty(shape) if small else workspace.empty(shape, like.dtype, _CPU)
     return made, made.data_ptr()
 
 
-def length(x: Tensor) -> int:
-    """Of the first axis, which x has to have."""
+def row_count(x: Tensor) -> int:
+    """Return x.shape[0]; refuse 0-D tensors."""
     if x.dim() == 0:
         raise BlockSparseError.expected("x", "rows of features", "a 0-D tensor")
     return x.shape[0]

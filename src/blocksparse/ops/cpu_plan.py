@@ -1,7 +1,7 @@
-"""How the linear products of a layout are cut into tasks: pure, made once per layout, no values in it.
+"""Plans that cut the linear products of a layout into tasks for threads, computed once per layout.
 
-Costs are counted in multiply-adds per token. A task is what one thread takes at a time. Cutting never changes the
-order of any sum, so results do not depend on it, nor on the number of threads.
+Costs are multiply-adds per token. A thread takes one task at a time. Cutting never changes the order of any sum, so
+results depend neither on the plan nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from . import cpu_core
 
-# At 48 tokens about 10 microseconds of a fast core: long compared with taking a task, short compared with a layer.
+# 10 microseconds of a fast core at 48 tokens: long compared with fetching a task, short compared with a layer.
 TASK_COST = 16_384
-# Rows are cut between outputs at multiples of this, the height of an AMX tile and two of AVX-512.
+# Rows are cut at multiples of this number of outputs: the height of one AMX tile and of two AVX-512 tiles.
 OUTPUT_STEP = 16
-# Rows of low blocks stay with their neighbours, up to this many outputs: 16 bits each are a cache line of a token.
+# Rows of small blocks share a task up to this number of outputs, which in 16 bits are a cache line of a token.
 LINE_OUTPUTS = 32
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The tasks of y = x W^T (or, from the transposed layout, of y = x W).
+    """Tasks of y = x W^T, or of y = x W for the transposed layout.
 
     Piece p computes the outputs `[begin[p], end[p])` of block row `row[p]`; task t is the pieces
     `[task_start[t], task_start[t + 1])`, the costliest first.
@@ -43,7 +43,7 @@ class RowPlan:
     task_start: np.ndarray  # int64 [tasks + 1]
 
     def tasks(self) -> Any:
-        """The plan as the compiled core takes it."""
+        """Return the plan as an object of the compiled core."""
         return cpu_core.core().RowTasks(
             features=self.shape, block=self.block_shape, transposed=self.transposed, start=self.start, col=self.col,
             position=self.block, row=self.row, begin=self.begin, end=self.end, task_start=self.task_start,
@@ -52,7 +52,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The tasks of the sampled product: task t computes the blocks `[task_start[t], task_start[t + 1])`."""
+    """Tasks of the sampled product: task t computes the blocks `[task_start[t], task_start[t + 1])`."""
 
     row: np.ndarray  # int32 [nnz]
     col: np.ndarray  # int32 [nnz]
@@ -60,7 +60,7 @@ class BlockPlan:
 
 
 def row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
-    """The plan of x W^T, or of x W with `transpose`.
+    """Return the plan of x W^T, or of x W with `transpose`.
 
     >>> import blocksparse as bs
     >>> hub = bs.BlockLayout([[True] * 64, [True] + [False] * 63], block_size=32)
@@ -71,7 +71,7 @@ def row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
 
 
 def check_int32(layout: BlockLayout) -> None:
-    """Raises a BlockSparseError unless int32 numbers the block rows and columns, and the rows within a block."""
+    """Check that int32 can count block rows and columns, and the rows within a block."""
     if max(*layout.grid, *layout.block_shape) >= 2**31:
         raise BlockSparseError.expected(
             "layout", "below 2^31 rows and columns of blocks, and below 2^31 features per block", repr(layout)
@@ -87,7 +87,7 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     height, width = layout.block_shape
     cost = np.diff(start) * height * width
 
-    # A row above the cost of a task is cut into up to one piece per register tile of outputs.
+    # A row that costs more than a task is cut into pieces of one register tile of outputs or more.
     tiles = -(-height // OUTPUT_STEP)
     pieces = np.clip(-(-cost // TASK_COST), 1, tiles)
     row = np.repeat(np.arange(layout.grid[0]), pieces)
@@ -95,15 +95,15 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     begin = nth * tiles // pieces[row] * OUTPUT_STEP
     end = np.minimum((nth + 1) * tiles // pieces[row] * OUTPUT_STEP, height)
 
-    # An empty row costs about as much as one block does: its outputs are written too.
+    # An empty row costs about as much as one block: its outputs are written too.
     piece_cost = np.maximum(np.diff(start)[row], 1) * (end - begin) * width
-    together = _rows_together(height, cost.mean()) if row.size else 1
+    together = _rows_per_task(height, cost.mean()) if row.size else 1
     first = np.arange(0, row.size, together)
     cost = np.add.reduceat(piece_cost, first) if row.size else piece_cost
     order = np.argsort(-cost, kind="stable")
     size = np.minimum(first + together, row.size)[order] - first[order]
     end_of = np.cumsum(size)
-    task_start = np.append(0, end_of)[_group(cost[order])]
+    task_start = np.append(0, end_of)[_task_starts(cost[order])]
     order = np.repeat(first[order] - (end_of - size), size) + np.arange(row.size)
     return RowPlan(
         shape=layout.shape,
@@ -119,17 +119,16 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     )
 
 
-def _rows_together(height: int, cost: float) -> int:
-    """How many rows of this mean cost make whole cache lines of outputs, or a part of them where that is too much for
-    one task."""
-    rows = max(LINE_OUTPUTS // height, 1) if height <= OUTPUT_STEP else 1  # rows that are cut stay alone
+def _rows_per_task(height: int, cost: float) -> int:
+    """Return how many rows of this mean cost share a task: enough for whole cache lines of outputs, if not too many."""
+    rows = max(LINE_OUTPUTS // height, 1) if height <= OUTPUT_STEP else 1  # a row that is cut shares no task
     while rows > 1 and rows * cost > 2 * TASK_COST:
         rows //= 2
     return rows
 
 
 def block_plan(layout: BlockLayout) -> BlockPlan:
-    """The plan of the sampled product (the gradient of the values)."""
+    """Return the plan of the sampled product, which is the gradient of the values."""
 
     def build() -> BlockPlan:
         check_int32(layout)
@@ -137,16 +136,16 @@ def block_plan(layout: BlockLayout) -> BlockPlan:
         return BlockPlan(
             row=layout.row_of_block.astype(np.int32),
             col=layout.col_of_block.astype(np.int32, copy=False),
-            task_start=_group(cost),
+            task_start=_task_starts(cost),
         )
 
     return layout.derived("linear blocks", build)
 
 
 def column_plan(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A layout of single numbers by its columns: where each starts; the row and the position of each number in it.
+    """Return a layout of 1x1 blocks by columns: the start of each column, and row and position of each number.
 
-    All that its products need besides the layout itself: 8 bytes for each number, 16 where int32 does not reach.
+    The products need nothing else besides the layout: 8 bytes per number, or 16 if int32 is too small.
     """
 
     def build() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,8 +160,8 @@ def column_plan(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return layout.derived("linear columns", build)
 
 
-def _group(cost: np.ndarray) -> np.ndarray:
-    """Consecutive items into tasks of about TASK_COST: where each task starts, and the end."""
+def _task_starts(cost: np.ndarray) -> np.ndarray:
+    """Group consecutive items into tasks of about TASK_COST; return the start of each task, and the end."""
     before = np.cumsum(cost) - cost
     first = np.flatnonzero(np.diff(before // TASK_COST, prepend=-1))
     return np.append(first, len(cost)).astype(np.int64)

@@ -1,6 +1,6 @@
-"""Formulas for PyTorch's FlopCounterMode: two operations for each number of a stored block and each place it is used.
+"""Formulas for PyTorch's FlopCounterMode: two operations per number of a stored block and per use of it.
 
-Its module imports triton, so that the formulas wait until somebody else imports it.
+PyTorch's module of the counter imports triton, so the formulas are registered only once something else imports it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def linear(x: Any, values: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Of `blocksparse::linear`."""
+    """Return the operations of `blocksparse::linear`."""
     return int(2 * x[0] * math.prod(values))
 
 
 def linear_wgrad(grad: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Of `blocksparse::linear_wgrad`."""
+    """Return the operations of `blocksparse::linear_wgrad`."""
     return int(2 * grad[0] * math.prod(out_shape))
 
 
 def expert_linear(
     values: Any, x: Any, indices: Any, in_blocks: int, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Of `blocksparse::expert_linear`, as if all experts had as many rows, or as many blocks."""
+    """Return the operations of `blocksparse::expert_linear`, assuming equal rows or equal blocks for all experts."""
     return int(2 * x[0] * math.prod(values) // (starts[0] - 1))
 
 
 def expert_linear_wgrad(
     grad: Any, x: Any, indices: Any, in_blocks: int, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Of `blocksparse::expert_linear_wgrad`, counted in the same way."""
+    """Return the operations of `blocksparse::expert_linear_wgrad`, with the assumption of `expert_linear`."""
     return int(2 * x[0] * math.prod(out_shape) // (starts[0] - 1))
 
 
@@ -44,7 +44,7 @@ def conv(
     x: Any, values: Any, bias: Any, indices: Any, in_blocks: int, transpose: bool, transposed: bool, size: Any,
     *args: Any, out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Of `blocksparse::conv`; taps that lie in the padding count, as in PyTorch's own formula."""
+    """Return the operations of `blocksparse::conv`; taps in the padding count, as in PyTorch's own formula."""
     places = x[1:-1] if transposed else size
     return int(2 * x[0] * math.prod(places) * math.prod(values))
 
@@ -52,7 +52,7 @@ def conv(
 def conv_wgrad(
     grad: Any, x: Any, indices: Any, in_blocks: int, transposed: bool, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Of `blocksparse::conv_wgrad`."""
+    """Return the operations of `blocksparse::conv_wgrad`."""
     places = (x if transposed else grad)[1:-1]
     return int(2 * x[0] * math.prod(places) * math.prod(out_shape))
 
@@ -65,5 +65,5 @@ def _register(counter: ModuleType) -> None:
 
 
 def count_flops() -> None:
-    """Has FlopCounterMode count the library's operations."""
+    """Let FlopCounterMode count the library's operations."""
     when_imported(_COUNTER, _register)

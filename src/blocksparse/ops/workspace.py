@@ -1,9 +1,9 @@
-"""Reuses large buffers on the CPU, to avoid a page fault for every page of a new allocation.
+"""Large buffers on the CPU that are reused, to avoid the page faults of new allocations.
 
-The C library returns allocations above 32 MiB to the system when they are freed. The next one of that size then costs
-a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch has its own cache.)
+The C library returns freed allocations above 32 MiB to the system. The next allocation of that size costs a page fault
+per 4 KiB, which takes several times as long as writing the memory. (On a GPU, PyTorch has its own cache.)
 
-Threads and forked processes may all call it: `docs/understand/threads.md` says what holds for the library as a whole.
+Threads and forked processes may call these functions; see `docs/understand/threads.md`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The C library reuses smaller ones itself.
+# The C library reuses smaller allocations itself.
 MIN_BYTES = 1 << 20
-# Larger buffers are not kept, nor more than this in total.
+# Limit of the size of one buffer, and of all idle buffers together.
 MAX_BYTES = 2 << 30
-# A buffer is freed when this many times its size was requested since it was last taken, so that the many small buffers
-# of a sequence's steps do not drive out a large one.
+# An idle buffer is freed once this multiple of its size was requested since it was last taken: the many small buffers
+# of a sequence's steps must not drive out a large one.
 MAX_IDLE_FACTOR = 64
 
 
 @dataclass(eq=False)
 class _Buffer:
     storage: torch.UntypedStorage
-    taken: int = 0  # last, by the bytes that all requests had asked for by then
+    last_taken: int = 0  # total bytes of all requests until then
 
     @property
     def is_free(self) -> bool:
@@ -37,25 +37,21 @@ class _Buffer:
 
 
 _lock = threading.Lock()
-_asked = 0
-_kept: list[_Buffer] = []
+_requested = 0
+_buffers: list[_Buffer] = []
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, on the CPU in memory that is used again once no tensor refers to it.
-
-    The memory is not used again while a tensor, a view or an array refers to it.
-    `clear` gives back what is not in use.
-    """
+    """Return `torch.empty`, on the CPU in memory that is reused once no tensor, view or array refers to it."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not MIN_BYTES <= size <= MAX_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    # Without waiting: this very thread may hold the lock, below a signal handler or a finalizer that came here.
-    lock = _lock  # a child that was forked from here has another one
+    # Do not wait: a signal handler or finalizer may have interrupted this very thread while it held the lock.
+    lock = _lock  # a forked child replaces the global one
     if not lock.acquire(blocking=False):
         return torch.empty(shape, dtype=dtype, device=device)
     try:
-        # The tensor refers to the storage before another thread can look.
+        # The tensor must refer to the storage before another thread looks for a free one.
         return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape), _strides(shape))
     finally:
         lock.release()
@@ -66,19 +62,21 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """`torch.empty_like`, contiguous, as `empty`."""
+    """Return `empty` with the shape, dtype and device of a tensor."""
     return empty(tensor.shape, tensor.dtype, tensor.device)
 
 
 def clear() -> None:
-    """Gives the memory that is not in use back to the system."""
+    """Free all idle buffers."""
     with _lock:
-        _kept[:] = [buffer for buffer in _kept if not buffer.is_free]
+        _buffers[:] = [buffer for buffer in _buffers if not buffer.is_free]
 
 
 def _renew_lock() -> None:
-    """In the child of a fork: the thread that held the lock is not there. The list is whole, as Python forks between
-    two of its instructions, and so is the memory, each process having its own copy."""
+    """Replace the lock in the child of a fork, which lacks the thread that may hold it.
+
+    The list is consistent, because Python forks between two of its instructions, and each process has its own memory.
+    """
     global _lock
     _lock = threading.Lock()
 
@@ -88,27 +86,27 @@ if hasattr(os, "register_at_fork"):
 
 
 def _take(size: int) -> torch.UntypedStorage:
-    global _asked
-    _asked += size
-    # Another process may be using what was moved to shared memory, so it cannot be reused.
-    _kept[:] = [buffer for buffer in _kept if not buffer.storage.is_shared()]
-    fitting = [buffer for buffer in _kept if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
+    global _requested
+    _requested += size
+    # Another process may be using a storage that was moved to shared memory.
+    _buffers[:] = [buffer for buffer in _buffers if not buffer.storage.is_shared()]
+    fitting = [buffer for buffer in _buffers if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
     if fitting:
         buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())
     else:
-        _give_back(MAX_BYTES - size)
+        _free_idle(MAX_BYTES - size)
         buffer = _Buffer(torch.UntypedStorage(size))
-        _kept.append(buffer)
-    buffer.taken = _asked
+        _buffers.append(buffer)
+    buffer.last_taken = _requested
     return buffer.storage
 
 
-def _give_back(most: int) -> None:
-    """Buffers that have not been of use for long, and the oldest until those that lie idle are `most` bytes."""
-    idle = sorted((buffer for buffer in _kept if buffer.is_free), key=lambda buffer: buffer.taken)
+def _free_idle(most: int) -> None:
+    """Free buffers that were idle for long, and the oldest ones until idle buffers have at most `most` bytes."""
+    idle = sorted((buffer for buffer in _buffers if buffer.is_free), key=lambda buffer: buffer.last_taken)
     size = sum(buffer.storage.nbytes() for buffer in idle)
     for buffer in idle:
         own = buffer.storage.nbytes()
-        if size > most or _asked - buffer.taken > MAX_IDLE_FACTOR * own:
+        if size > most or _requested - buffer.last_taken > MAX_IDLE_FACTOR * own:
             size -= own
-            _kept.remove(buffer)
+            _buffers.remove(buffer)

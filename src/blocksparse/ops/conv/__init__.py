@@ -11,7 +11,7 @@ from ...checked import is_int
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..block_gate import gated
+from ..block_gate import apply_gate
 from ..checks import autocast, check_activation, check_kinds, check_same
 from ..registry import needs_grad
 from .op import CONV
@@ -201,7 +201,7 @@ def _conv(
 ) -> Tensor:  # fmt: skip
     check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
     if gate is not None:
-        values, layout = gated(values, layout, gate)
+        values, layout = apply_gate(values, layout, gate)
     x, values, bias = autocast(x, values, bias)
     check_shapes(dims, x, values, layout, bias)
     check_same(x, values, bias)

@@ -20,7 +20,7 @@ def conv(
     transposed: bool, axes: Sequence[Axis], activation: str | None,
 ) -> torch.Tensor:  # fmt: skip
     x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
-    dtype, images = x.dtype, cpu_core.length(x)
+    dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
     input, output, kernel = _sizes(axes)
     from_size, to_size = (output, input) if transposed else (input, output)
@@ -48,7 +48,7 @@ def conv_wgrad(
     grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
     grad, x = grad.contiguous(), x.contiguous()
-    dtype, images = x.dtype, cpu_core.length(x)
+    dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape
     input, output, kernel = _sizes(axes)
     grad_size, x_size = (input, output) if transposed else (output, input)

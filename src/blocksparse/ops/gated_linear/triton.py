@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ..checks import features_together
+from ..checks import contiguous_features
 from ..gpu import runtime
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
 from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, gpu_of, tile_for
@@ -29,7 +29,7 @@ def gated_linear(
     y = torch.empty(tokens, gate_layout.shape[0], dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
-    x, gate, up = features_together(x), gate.contiguous(), up.contiguous()
+    x, gate, up = contiguous_features(x), gate.contiguous(), up.contiguous()
     gate_bias = None if gate_bias is None else gate_bias.contiguous()
     up_bias = None if up_bias is None else up_bias.contiguous()
     kind = ("gated", up_layout, activation)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...layout import BlockLayout
 from .. import cpu_core
-from ..checks import features_together
+from ..checks import contiguous_features
 from ..conv.plan import Axis
 from ..cpu_core import DTYPES, address
 from ..cpu_plan import OUTPUT_STEP
@@ -63,7 +63,7 @@ def packed(values: Tensor, scales: Tensor) -> _Packed:
 def int8_linear(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None
 ) -> Tensor:
-    return product(features_together(x), values, scales, bias, layout, activation, x.shape[0])
+    return product(contiguous_features(x), values, scales, bias, layout, activation, x.shape[0])
 
 
 def product(
@@ -78,7 +78,7 @@ def product(
     out_features, in_features = layout.shape
     bias = None if bias is None else bias.detach().contiguous()
     weights = packed(values, scales)
-    y, y_address = cpu_core.new((tokens, out_features), x)
+    y, y_address = cpu_core.allocate((tokens, out_features), x)
     core, isa = cpu_core.core(), cpu_core.isa()
     if axes:
         input, output, kernel = (
@@ -87,7 +87,7 @@ def product(
         channels = in_features // kernel
         rows = address("x", x, (tokens // output * input, channels), x.dtype), channels
     else:
-        rows = cpu_core.rows("x", x, (tokens, in_features), x.dtype)
+        rows = cpu_core.row_addresses("x", x, (tokens, in_features), x.dtype)
     _, steps, padded_out, _ = weights.values.shape
     core.int8_linear(
         plan=tasks_of(layout), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens, x=rows,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..block_gate import gated
+from ..block_gate import apply_gate
 from ..checks import autocast, check_activation, check_kinds, check_same
 from ..registry import can_bypass_dispatcher, needs_grad
 from . import cpu, triton
@@ -36,27 +36,28 @@ def linear(
         layout: which blocks of the `[out_features, in_features]` weight these are.
         bias: `[out_features]` or None.
         activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
-        gate: `[nnz]`, what each block is multiplied with, or None.
+        gate: `[nnz]`, a factor for each block, or None.
 
-    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
-    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
-    often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
+    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (sums of 16-bit numbers are
+    float32); under `torch.autocast` they are cast to its dtype first. The result can be differentiated any number of
+    times in x, values, bias and gate; the gradient of `values` exists on the layout only. Time and memory grow with
+    `nnz`.
 
-    On the CPU, numbers of bfloat16 below 2^-126 in size count as 0 here, in operands and in results, whatever
-    `torch.set_flush_denormal` says: its instructions for bfloat16 know no other way.
+    On the CPU, bfloat16 numbers below 2^-126 in size count as 0, in inputs and in results, whatever
+    `torch.set_flush_denormal` is set to: the CPU's bfloat16 instructions always do this.
 
-    Where neither values nor gate want a gradient, the CPU leaves blocks out whose gate is 0: the product runs on
-    `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left, made in
-    each call. Other devices and traced graphs multiply all blocks, so that the host need not wait for the gate. To
-    leave blocks out for good, and the copy too, there is `select`, or `bs.sparsity.prune_gated_blocks` for a module
-    and its optimizer.
+    If neither values nor gate need a gradient, the CPU skips blocks with gate 0: the product runs on
+    `layout.select(gate != 0)`, planned once for the same gates, and on a copy of the remaining values, made in each
+    call. Other devices and traced graphs multiply all blocks, so that the host does not wait for the gate. To remove
+    blocks permanently, and avoid the copy, use `select`, or `bs.sparsity.prune_gated_blocks` for a module and its
+    optimizer.
 
     Returns:
         `[..., out_features]`. The outputs of empty rows are activation(bias), or exactly 0.
 
     Raises:
-        BlockSparseError: sizes that do not fit the layout, mixed dtypes or devices, an unknown activation, a gate that
-            is not finite (where it can be read: on the CPU).
+        BlockSparseError: sizes do not fit the layout, dtypes or devices are mixed, the activation is unknown, or the
+            gate is not finite (checked on the CPU only).
 
     Example:
         >>> import torch, blocksparse as bs
@@ -79,13 +80,13 @@ def linear(
 
 
 def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout, gate: Tensor | None = None) -> Tensor:
-    """Computes x W, the product with the transposed weight, from the same `values` and `layout` without a copy.
+    """Return x W, the product with the transposed weight, from the same `values` and `layout` without a copy.
 
     Args:
         x: `[..., out_features]`, any strides.
         values: `[nnz, block_out, block_in]`, the blocks of W in the order of `layout`.
         layout: which blocks of the `[out_features, in_features]` weight these are.
-        gate: `[nnz]`, what each block is multiplied with, or None.
+        gate: `[nnz]`, a factor for each block, or None.
 
     Dtypes, devices, autocast, gradients and gates are those of `linear`.
 
@@ -113,7 +114,7 @@ def _product(
     if not direct:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
-            values, layout = gated(values, layout, gate)
+            values, layout = apply_gate(values, layout, gate)
         x, values, bias = autocast(x, values, bias)
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
@@ -124,7 +125,7 @@ def _product(
             return y
     fused = activation
     if activation is not None:
-        # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
+        # The gradient of gelu and silu needs their input: unfused it is saved, fused it would be computed again.
         fused = None if activation != "relu" and needs_grad(x, values, bias) else activation
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     check_shapes(x, values, layout, bias, out_features, in_features)
@@ -138,7 +139,7 @@ def _product(
 def check_shapes(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, out_features: int, in_features: int
 ) -> None:
-    """Raises a BlockSparseError for sizes that do not fit the layout, mixed dtypes or devices."""
+    """Check that sizes fit the layout, and that dtypes and devices are equal."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
     if tuple(values.shape) != layout.values_shape:

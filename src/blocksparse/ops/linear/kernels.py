@@ -1,7 +1,7 @@
-"""The Triton kernels of the linear products: tiles and loops; what runs where is decided by the plan and triton.py.
+"""The Triton kernels of the linear products; the plan and triton.py decide which program computes what.
 
-A tile of tokens is the M operand, so that Hopper's `wgmma` serves blocks of 16 and more, and a program sums all blocks
-of its task in registers.
+A tile of tokens is the M operand, so Hopper's `wgmma` serves blocks of 16 and more. A program sums all blocks of its
+task in registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..gpu.device import dot, finish, lanes, load_inputs, load_weights, write
 
 @triton.jit(do_not_specialize=["tokens", "tasks"])
 def linear_kernel(
-    x_ptr,  # [tokens, in], the features of one token side by side
+    x_ptr,  # [tokens, in], features contiguous
     values_ptr,  # [nnz, block_out, block_in]
     bias_ptr,  # [out] or None
     y_ptr,  # [tokens, out]
@@ -26,25 +26,25 @@ def linear_kernel(
     block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,  # the dtype of sums
-    WIDEN: tl.constexpr,  # operands to it beforehand: see gpu/device.py
-    SPLIT: tl.constexpr,  # some tasks are parts of rows
+    WIDEN: tl.constexpr,  # convert operands to SUM first: see gpu/device.py
+    SPLIT: tl.constexpr,  # whether some tasks are parts of rows
     ROWS: tl.constexpr,  # rows of a task: one or two
     BLOCK_M: tl.constexpr,  # the tile: tokens, outputs of each row, lanes
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,  # token tiles that come to one task side by side
+    GROUP_M: tl.constexpr,  # consecutive token tiles of one task
 ):  # fmt: skip
     """y = x W^T (x W with TRANSPOSE): one tile of tokens and outputs, all entries of one task.
 
-    The outputs of two rows are one tile: inputs that both need are loaded once, and where a row lacks a block, its
-    weights are zeros that come from nowhere.
+    The outputs of two rows are one tile: inputs that both need are loaded once. For a block that a row lacks, its
+    weights are zeros, and nothing is loaded.
     """
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
-    # One entry after the other has its indices once per step; lanes gather several small ones.
+    # A step of one entry loads its indices once; small entries are gathered by lanes, several per step.
     ONE_BY_ONE: tl.constexpr = ROWS > 1 or BLOCK_K <= WIDTH
     STEPS: tl.constexpr = triton.cdiv(width, BLOCK_K)  # of an entry
-    # `wgmma` takes 64 of one side and up to 256 of the other: tokens there are read from shared memory less often.
+    # `wgmma` has 64 rows and up to 256 columns; with tokens as columns, they are read from shared memory less often.
     OUTPUTS_FIRST: tl.constexpr = ONE_BY_ONE and ROWS * BLOCK_N >= 64 and BLOCK_M >= 64
     task, piece, tile = _program(tokens, tasks, height, BLOCK_N, BLOCK_M, GROUP_M)
     task_ptr += (3 + ROWS) * task
@@ -53,7 +53,7 @@ def linear_kernel(
     seat = tl.arange(0, ROWS * BLOCK_N) // BLOCK_N
     output = piece * BLOCK_N + tl.arange(0, ROWS * BLOCK_N) % BLOCK_N
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Beyond the last token comes the last one again: its sums are not stored.
+    # Rows beyond the last token repeat it; their sums are not stored.
     x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
     sums = tl.zeros((ROWS * BLOCK_N, BLOCK_M) if OUTPUTS_FIRST else (BLOCK_M, ROWS * BLOCK_N), SUM)
     if ONE_BY_ONE:
@@ -75,7 +75,7 @@ def linear_kernel(
         real = real & (row >= 0)
     column = row * height + output
     if ROWS > 1:
-        # Said, so that stores are wide: the compiler does not know that a seat has one row.
+        # This hint makes stores wide: the compiler does not know that all columns of a seat have one row.
         column = tl.max_contiguous(tl.multiple_of(column, min(height & -height, BLOCK_N)), BLOCK_N)
         if tl.max((sums != sums).to(tl.int32)) > 0:
             _row_by_row(
@@ -106,9 +106,10 @@ def _row_by_row(
     PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The tile once more, for inputs that are not finite: times the zeros of a row that lacks the block they give NaN.
+    """Compute the tile again row by row, for inputs that are not finite.
 
-    By small tiles, which leave the registers to the usual way.
+    Such an input times the zero weights of a row that lacks the block gives NaN. Small tiles leave the registers to the
+    usual loop.
     """
     SMALL: tl.constexpr = min(BLOCK_M, 64)
     STEPS: tl.constexpr = triton.cdiv(block_out if TRANSPOSE else block_in, BLOCK_K)
@@ -128,14 +129,14 @@ def _row_by_row(
 @triton.jit
 def _step(
     sums, step, first,
-    nth,  # the row whose inputs alone are taken, or None
+    nth,  # use only inputs of this row's blocks; None for all
     x_rows,
     values_ptr, col_ptr, block_ptr,
     seat, output,
     block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
     WIDEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS_FIRST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds one entry, or a part of a large one."""
+    """Return the sums plus the product of one entry, or of one part of a large entry."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     PART: tl.constexpr = min(BLOCK_K, max(triton.next_power_of_2(width), 16))
@@ -166,11 +167,11 @@ def _step(
 @triton.jit(do_not_specialize=["tokens"])
 def linear_reduce_kernel(
     partial_ptr, bias_ptr, y_ptr,
-    slot_ptr,  # int32 [slots, 2]: row, and behind the row's last slot (or -1: not the row's first)
+    slot_ptr,  # int32 [slots, 2]: row, and the slot behind the row's last one (-1 if this is not the row's first)
     tokens, y_stride,
     height: tl.constexpr, ACTIVATION: tl.constexpr, SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The rows that came in parts: their sums in the order of the slots, whichever program wrote them first."""
+    """Add the parts of rows in the order of their slots, whichever program wrote them first."""
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     tiles = tl.cdiv(tokens, BLOCK_M)
     first = (tl.program_id(0) // (tiles * slices)).to(tl.int64)
@@ -200,13 +201,13 @@ def linear_wgrad_kernel(
     block_out: tl.constexpr, block_in: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of grad^T x that the layout stores: BLOCK_K lanes of one row's entries, a part of the tokens."""
+    """Stored blocks of grad^T x: BLOCK_K lanes of one row's entries, summed over one split of the tokens."""
     task = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), BLOCK_K)  # said, so that loads are 16 bytes wide
+    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), BLOCK_K)  # a hint that makes loads 16 bytes wide
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     entry, i, there = lanes(first, last, lane0, block_in, WIDTH, BLOCK_K)
     o = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -235,7 +236,7 @@ def linear_wgrad_kernel(
 
 @triton.jit
 def _program(tokens, tasks, height: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """(task, slice of its outputs, tile of tokens) of this program: tasks in their order, GROUP_M tiles at each."""
+    """Return (task, slice of its outputs, tile of tokens) of this program: tasks in order, GROUP_M tiles of each."""
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     tiles = tl.cdiv(tokens, BLOCK_M)
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""The two linear products.
+"""The two linear products as operations.
 
 `linear` is y = x W^T + b; with `transpose` it is y = x W, the gradient of its own input. `linear_wgrad` is the
-product sampled on the layout. Graphs compiled for a GPU see through the ops to the kernels.
+product sampled on the layout. Graphs compiled for a GPU are lowered to the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from . import cpu, reference, triton
 
 
 class Linear(LayoutOp):
-    """activation(x W^T + bias), or activation(x W + bias): x, values, bias; transpose, activation."""
+    """activation(x W^T + bias), or with `transpose` activation(x W + bias).
+
+    Its tensors are x, values and bias, its options transpose and activation.
+    """
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
         x, indices = tensors[0], index_tensors(layout, tensors[0].device)
@@ -48,16 +51,16 @@ class Linear(LayoutOp):
         needed: Sequence[bool],
     ) -> Tensors:
         (x, values, bias, output), (transpose, activation) = saved, options
-        # Only direct calls of the op keep a bias: the public function does not fuse "gelu" and "silu" while training.
+        # Only calls of the op itself save a bias: the public function does not fuse "gelu" and "silu" in training.
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (transpose, None)))
         linear: Callable[..., Tensor] = self
         wgrad: Callable[..., Tensor] = LINEAR_WGRAD
         if can_call_directly(layout, grad, x, values):
             if needed[1] and not transpose and layout.block_shape == (1, 1) and not needs_grad(grad, x, values):
-                together = getattr(self.on(x.device, x.dtype), "gradients", None)
-                found: Tensors | None = together and together(grad, x, values, layout, needed[0], needed[2])
-                if found is not None:
-                    return found
+                all_gradients = getattr(self.on(x.device, x.dtype), "gradients", None)
+                grads: Tensors | None = all_gradients and all_gradients(grad, x, values, layout, needed[0], needed[2])
+                if grads is not None:
+                    return grads
             linear, wgrad = self.direct, LINEAR_WGRAD.direct
         grad_x = grad_values = None
         if needed[0]:
@@ -68,7 +71,7 @@ class Linear(LayoutOp):
 
 
 class LinearWgrad(LayoutOp):
-    """The blocks of grad^T x that the layout stores: grad, x."""
+    """The blocks of grad^T x that the layout stores; its tensors are grad and x."""
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         grad, x = tensors

@@ -18,7 +18,7 @@ def linear(
     x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
     activation: str | None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`[tokens, in] -> [tokens, out]`: activation(x W^T + bias), or x W with `transpose`; into `out`, if given."""
+    """Return activation(x W^T + bias), or x W with `transpose`, `[tokens, out]`; writes `out` if given."""
     rows, cols = block_coordinates(layout, x.device)
     grid, block = layout.grid, layout.block_shape
     if transpose:
@@ -37,7 +37,7 @@ def linear(
 def linear_wgrad(
     grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`[tokens, out], [tokens, in] -> [nnz, block_out, block_in]`: grad^T x on the layout, into `out` if given."""
+    """Return grad^T x on the layout, `[nnz, block_out, block_in]`; writes `out` if given."""
     rows, cols = block_coordinates(layout, x.device)
     wide = accumulator(x.dtype)
     left = grad.to(wide).reshape(-1, layout.grid[0], layout.block_shape[0]).index_select(1, rows)

@@ -1,6 +1,6 @@
-"""The linear products on a GPU: tensors, schedule and tile to a launch.
+"""The linear products on a GPU: a schedule and a tile make the launches of a call.
 
-What kernels need of a layout is its schedule, a few index tensors on their device.
+The schedule of a layout is a few index tensors on the device that kernels read.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ..checks import SUM_DTYPES, features_together
+from ..checks import SUM_DTYPES, contiguous_features
 from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, most_shared, pair_plan, share, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, keep_for_stream, stream_of
 from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, tile_of_pairs
 from ..lower_to_triton import TracedLayout
 
-# Two rows at a time pay from this part of the loads of inputs on that they save: what a row lacks is multiplied too.
-WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
-# A row of this many times the mean is a hub.
-HUB = 2.5
-# Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
+# Least fraction of input loads that two rows at a time must save: blocks that only one row has are multiplied twice.
+MIN_SHARED_LOADS = {"forward": 0.12, "dgrad": 0.2}
+# A row whose length is this multiple of the mean is a hub.
+HUB_FACTOR = 2.5
+# A layout caches its launches, up to this number; then the cache is cleared, for callers whose token counts vary.
 MAX_LAUNCHES = 64
-LAUNCHES = "triton launches"  # the place of the cache in a layout
+LAUNCHES = "triton launches"  # key of this cache in a layout
 
 
 class Schedule(NamedTuple):
-    """The index tensors of a layout on a device, for the three passes; see `gpu/plan.py` for what is in them."""
+    """Index tensors of a layout on a device, for the three passes; `gpu/plan.py` describes their contents."""
 
     forward_tasks: Tensor
     forward_col: Tensor
@@ -50,7 +50,7 @@ refusal = runtime.refusal
 
 
 def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
-    """Returns the schedule of a layout on a device for about `tokens` tokens, made at the first call and kept."""
+    """Return the schedule of a layout on a device for about `tokens` tokens, cached in the layout."""
     key = ("triton schedule", device, dtype, bucket(tokens), forced(dtype))
     if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)
@@ -65,9 +65,9 @@ def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
     return True
 
 
-# Dynamo runs it as it is, instead of tracing into numpy, and then finds the tensors in place. This is what
-# `torch.compiler.assume_constant_result` does, which would import all of Dynamo now. Before PyTorch 2.13 the layout
-# that it is called with has to be a constant to Dynamo, too.
+# Dynamo calls this function instead of tracing into numpy, and then finds the tensors in the cache. The decorator
+# `torch.compiler.assume_constant_result` has the same effect but would import all of Dynamo now. Before PyTorch 2.13,
+# the layout must be a constant to Dynamo, too.
 _schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -86,20 +86,20 @@ def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tok
 
 def _plan(layout: BlockLayout, transpose: bool, work: Work, gpu: Gpu) -> LinearPlan:
     tile = tile_for(work, gpu)
-    worth = WORTH_PAIRS[work.pass_]
-    if tile.pairs or (tile_of_pairs(work, gpu) and most_shared(layout, transpose) >= worth):
+    least_shared = MIN_SHARED_LOADS[work.pass_]
+    if tile.pairs or (tile_of_pairs(work, gpu) and most_shared(layout, transpose) >= least_shared):
         pairs = layout.derived(("pairs", transpose), lambda: pair_plan(layout, transpose))
-        if tile.pairs or share(pairs) >= worth:
+        if tile.pairs or share(pairs) >= least_shared:
             return pairs
     rows = layout.T if transpose else layout
     height, width = rows.block_shape
     lengths = rows.row_start[1:] - rows.row_start[:-1]
-    # Entries per multiprocessor. A row well above that would keep one busy alone, and so would a hub near it, which
-    # ends after all others: it is cut in parts of about half of it, though not so short that a program does little but
-    # start and stop.
+    # `mean` is the number of entries per multiprocessor. A row well above it would keep one busy alone, and so would a
+    # hub near it, which ends last. Such rows are cut into parts of half the mean, but not so short that a program does
+    # little besides starting.
     mean = layout.nnz * cdiv(height, tile.block_n) * cdiv(work.tokens, tile.block_m) / gpu.multiprocessors
     least = 4 * max(tile.block_k // width, 1)
-    most = mean * (0.75 if lengths.max() > HUB * lengths.mean() else 1.5)
+    most = mean * (0.75 if lengths.max() > HUB_FACTOR * lengths.mean() else 1.5)
     longest = None if lengths.max() <= most else max(int(mean / 2), least)
     return layout.derived(("tasks", transpose, longest), lambda: linear_plan(layout, transpose, longest))
 
@@ -126,7 +126,7 @@ def linear(
     y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device) if out is None else out
     if tokens == 0:
         return y
-    x, values = features_together(x), values.contiguous()
+    x, values = contiguous_features(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
     kind = ("linear", transpose, activation, y.stride(0))
     launches = prepared(
@@ -148,23 +148,23 @@ def _launch(launches: list[Launch], x: Tensor, values: Tensor, bias: Tensor | No
 def linear_fast(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
 ) -> Tensor | None:
-    """The whole of a call without gradients like one before it; None for what `linear` has to see, or to refuse."""
-    known = layout._derived.get(LAUNCHES)
-    if known is None:
+    """Return the result of a call without gradients that repeats an earlier one; None if only `linear` can serve it."""
+    cache = layout._derived.get(LAUNCHES)
+    if cache is None:
         return None
     dtype, device, shape = x.dtype, x.device, x.shape
     in_features, out_features = layout.shape if transpose else layout.shape[::-1]
     if shape[-1:] != (in_features,) or x.stride(-1) != 1 or not (len(shape) == 2 or x.is_contiguous()):
         return None
-    for tensor, wanted in ((values, layout.values_shape), (bias, (out_features,))):
+    for tensor, expected in ((values, layout.values_shape), (bias, (out_features,))):
         if tensor is not None and not (
-            tensor.dtype is dtype and tensor.shape == wanted and tensor.device == device and tensor.is_contiguous()
+            tensor.dtype is dtype and tensor.shape == expected and tensor.device == device and tensor.is_contiguous()
         ):
             return None
     tokens, distance = (shape[0], x.stride(0)) if len(shape) == 2 else (x.numel() // in_features, in_features)
     y = torch.empty(tokens, out_features, dtype=dtype, device=device)
     kind = ("linear", transpose, activation, y.stride(0))
-    launches = known.get(_like(kind, x, tokens, distance, (values, bias, y)))
+    launches = cache.get(_launch_key(kind, x, tokens, distance, (values, bias, y)))
     if launches is None:
         return None
     _launch(launches, x, values, bias, y, layout.block_shape[transpose])
@@ -178,7 +178,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout, ou
     if layout.nnz == 0 or x.shape[0] == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     check_fits("x", "tokens", x.shape[0])
-    grad, x = features_together(grad), features_together(x)
+    grad, x = contiguous_features(grad), contiguous_features(x)
     kind = ("wgrad", grad.stride(0))
     (launch,) = prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
     if launch.splits == 1:
@@ -197,28 +197,29 @@ def prepared(
     others: tuple[Tensor | None, ...],
     prepare: Callable[[], list[Launch]],
 ) -> list[Launch]:
-    """The launches of a call like this one. Triton compiles for strides, and for addresses in whole 16 bytes or not.
+    """Return the launches of a call, cached in the layout.
 
-    They are prepared for each stream, which the schedule is then known to be used on.
+    Triton compiles for strides, and for addresses that are multiples of 16 bytes or not. Launches are prepared per
+    stream, so the schedule's memory can be kept for that stream.
     """
     if isinstance(layout, TracedLayout):
         return prepare()
-    like = _like(kind, x, x.shape[0], x.stride(0), others)
-    known: dict[Any, list[Launch]] = layout.derived(LAUNCHES, dict)
-    launches = known.get(like)
+    key = _launch_key(kind, x, x.shape[0], x.stride(0), others)
+    cache: dict[Any, list[Launch]] = layout.derived(LAUNCHES, dict)
+    launches = cache.get(key)
     if launches is None:
-        if len(known) >= MAX_LAUNCHES:
-            known.clear()
-        launches = known[like] = prepare()
+        if len(cache) >= MAX_LAUNCHES:
+            cache.clear()
+        launches = cache[key] = prepare()
         for launch in launches:
             keep_for_stream(x.device, *launch.arguments)
     return launches
 
 
-def _like(
+def _launch_key(
     kind: tuple[Any, ...], x: Tensor, tokens: int, distance: int, others: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:
-    """What a launch depends on; x has rows this far from each other."""
+    """Return everything that a launch depends on; `distance` is the stride between the rows of x."""
     aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
     return kind, x.dtype, x.device, stream_of(x), tokens, distance, aligned, forced(x.dtype)
 

@@ -19,7 +19,7 @@ def forward(
 ) -> None:  # fmt: skip
     dtype, name, (n, hidden) = z.dtype, DTYPES[z.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
-    core, isa, (z_, add_, (gain_, _), *rest) = cpu_core.operands(
+    core, isa, (z_, add_, (gain_, _), *rest) = cpu_core.arguments(
         ("z", z, all_four, dtype),
         ("add", add, all_four if add is None or add.dim() == 2 else all_four[1:], dtype),
         ("gain", gain, all_four[1:], dtype),
@@ -37,7 +37,7 @@ def backward(
 ) -> None:  # fmt: skip
     dtype, name, (n, hidden) = gates.dtype, DTYPES[gates.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
-    core, isa, addresses = cpu_core.operands(
+    core, isa, addresses = cpu_core.arguments(
         ("gates", gates, all_four, dtype),
         ("c_before", c_before, one, state),
         ("c", c, one, state),

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES, check_rows_of_table
-from ..cpu_core import Operand, ready
+from ..cpu_core import CoreTensor, address_or_zero
 from ..linear.cpu import linear_fast, tasks_of, working_memory
 from .recurrence import Steps
 
@@ -46,7 +46,7 @@ def forward(
     hidden, dtype = _sizes(weights)
     inputs = steps.rows if index is None else len(pre)
     z = weights[0][0].new_empty(steps.batch * 4 * hidden)
-    operands: list[Operand] = [
+    operands: list[CoreTensor] = [
         ("z", z, (len(z),), dtype),
         ("pre", pre, (inputs, 4 * hidden), dtype),
         *_index(index, steps, inputs),
@@ -78,23 +78,26 @@ def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> 
     """
     shape, dtype = h.shape, x.dtype
     _, batch, hidden = shape
-    h_before, c_before = ready(h, shape, dtype), ready(c, shape, SUM_DTYPES.get(dtype, dtype))
+    h_before, c_before = address_or_zero(h, shape, dtype), address_or_zero(c, shape, SUM_DTYPES.get(dtype, dtype))
     if not (h_before and c_before):
         return None
-    core, isa, _ = cpu_core.operands()
-    (h_final, h_after), (c_final, c_after) = cpu_core.new(shape, h), cpu_core.new(shape, c)
+    core, isa, _ = cpu_core.arguments()
+    (h_final, h_after), (c_final, c_after) = cpu_core.allocate(shape, h), cpu_core.allocate(shape, c)
     gates = 4 * batch * hidden
     z = working_memory(gates * x.element_size())
     of_h, of_c = (batch * hidden * state.element_size() for state in (h, c))  # bytes from one layer to the next
     y = x
     for input_values, input_layout, biases, values, layout in layers:
         values = values.data  # as in `linear`
-        address, tasks = ready(values, layout.values_shape, dtype), layout._derived.get(("linear tasks", False))
+        address, tasks = (
+            address_or_zero(values, layout.values_shape, dtype),
+            layout._derived.get(("linear tasks", False)),
+        )
         bias = torch.add(*biases) if biases else None
         pre = linear_fast(y, input_values, bias, input_layout, False, None) if address and tasks else None
         if pre is None or pre.numel() != gates:
             return None
-        y, y_address = cpu_core.new((*x.shape[:-1], hidden), x)
+        y, y_address = cpu_core.allocate((*x.shape[:-1], hidden), x)
         core.lstm_forward(
             isa=isa, dtype=cpu_core.DTYPES[dtype], rows=batch, hidden=hidden, step=_starts((0, batch)), reverse=False,
             weights=[(address, tasks)], z=z.data_ptr(), pre=(pre.data_ptr(), 4 * hidden), index=0,
@@ -165,7 +168,7 @@ def small_world_forward(
     (hidden, dtype), keep = _sizes(weights), gates is not None
     factors, terms = inputs
     rows = steps.rows if factors is None or index is None else len(factors)
-    operands: list[Operand] = [
+    operands: list[CoreTensor] = [
         *_affine(weights, gains, biases),
         *_index(index, steps, rows),
         ("factor", factors, (rows, hidden), dtype),
@@ -225,15 +228,15 @@ def _sizes(weights: Weights) -> tuple[int, torch.dtype]:
     return layout.shape[1], values.dtype
 
 
-def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[Operand]:
+def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[CoreTensor]:
     if index is not None:
         check_rows_of_table(index, inputs)
     return [("index", index, (steps.rows,), torch.int64)]
 
 
-def _states(steps: Steps, hs: Trajectory, cs: Trajectory, hidden: int, dtype: torch.dtype) -> list[Operand]:
+def _states(steps: Steps, hs: Trajectory, cs: Trajectory, hidden: int, dtype: torch.dtype) -> list[CoreTensor]:
     """The states on their way forward; of sequences that all have the same length, the last step leaves the final."""
-    operands: list[Operand] = []
+    operands: list[CoreTensor] = []
     for name, path, of in (("h", hs, dtype), ("c", cs, SUM_DTYPES[dtype])):
         final = None if steps.aligned else path.final.view(-1)
         operands += [
@@ -246,7 +249,7 @@ def _states(steps: Steps, hs: Trajectory, cs: Trajectory, hidden: int, dtype: to
 
 def _gradients(
     steps: Steps, kept: Sequence[Tensor], grads: Sequence[Tensor], hidden: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, list[Operand]]:
+) -> tuple[Tensor, Tensor, Tensor, list[CoreTensor]]:
     """The gradients before the gates, at h and at c as steps go back, and all operands of that."""
     (gates, before, after), (grad_y, grad_h, grad_c) = kept, grads
     grad_pre, grad_h, grad_c = workspace.empty_like(gates), grad_h.clone(), grad_c.clone()
@@ -262,20 +265,20 @@ def _gradients(
     ]  # fmt: skip
 
 
-def _working(weights: Weights, steps: Steps, *names: str) -> list[Operand]:
+def _working(weights: Weights, steps: Steps, *names: str) -> list[CoreTensor]:
     """Working memory of these names, `[batch, hidden]` each."""
     (hidden, dtype), values = _sizes(weights), weights[0][0]
     size = steps.batch * hidden
     return [(name, values.new_empty(size), (size,), dtype) for name in names]
 
 
-def _affine(weights: Weights, gains: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Operand]:
+def _affine(weights: Weights, gains: Sequence[Tensor], biases: Sequence[Tensor]) -> list[CoreTensor]:
     hidden, dtype = _sizes(weights)
     size = (len(weights) + 3) * hidden
     return [(name, torch.cat([*of]), (size,), dtype) for name, of in (("gains", gains), ("biases", biases))]
 
 
-def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[Operand]:
+def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[CoreTensor]:
     (hidden, dtype), depth = _sizes(weights), len(weights) - 1
     state = SUM_DTYPES[dtype]
     return [
@@ -288,14 +291,14 @@ def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[Operan
 
 
 def _run(
-    name: str, weights: Weights, steps: Steps, transpose: bool, operands: Sequence[Operand], **rest: float
+    name: str, weights: Weights, steps: Steps, transpose: bool, operands: Sequence[CoreTensor], **rest: float
 ) -> None:
     """Calls the core's function; matrices are rows and their distance, all others contiguous."""
     hidden, dtype = _sizes(weights)
-    values: list[Operand] = [
+    values: list[CoreTensor] = [
         (f"values[{i}]", each, layout.values_shape, dtype) for i, (each, layout) in enumerate(weights)
     ]
-    core, isa, found = cpu_core.operands(*values, *operands)
+    core, isa, found = cpu_core.arguments(*values, *operands)
     products = [
         (address, tasks_of(layout, transpose)) for (_, layout), (address, _) in zip(weights, found, strict=False)
     ]

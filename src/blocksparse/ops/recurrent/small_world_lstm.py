@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import workspace
-from ..checks import features_together
+from ..checks import contiguous_features
 from ..lstm_gates import LSTM_GATES
 from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
@@ -81,7 +81,7 @@ class SmallWorldLSTM(Recurrence):
         kept = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
         in_core = core_weights(of_steps)
         if in_core is not None:
-            inputs = features_together(factors), features_together(terms) if depth > 1 else None
+            inputs = contiguous_features(factors), contiguous_features(terms) if depth > 1 else None
             cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
             return outputs(hs, cs, keep), kept
         factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
@@ -157,7 +157,7 @@ class SmallWorldLSTM(Recurrence):
         in_core = core_weights(of_steps)
         if in_core is not None:
             _, grad_h, grad_c = cpu.small_world_backward(
-                in_core, steps, features_together(factors), index, gains, biases, states, norms, grads, into
+                in_core, steps, contiguous_features(factors), index, gains, biases, states, norms, grads, into
             )
         else:
             _, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
