@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocksparse import BlockLayout, BlockSparseError, patterns
-from blocksparse.patterns.weights import random_of_features
+from blocksparse.patterns.random_layouts import random_of_features
 from blocksparse.topology import degrees
 from strategies import grids
 

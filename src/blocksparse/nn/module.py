@@ -16,7 +16,7 @@ from ..checked import integer
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError, Page
 from ..layout import BlockLayout, check_layout
-from ..patterns.weights import random_of_features
+from ..patterns.random_layouts import random_of_features
 from ..state_indices import layout_from_state
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced

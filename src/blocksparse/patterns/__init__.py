@@ -1,18 +1,9 @@
-"""Functions that make layouts, of weights and of attention."""
+"""Functions that make layouts: of weights, and of attention between queries and keys."""
 
 from .attention import fixed_attention, small_world_attention, strided_attention
-from .weights import (
-    banded,
-    barabasi_albert,
-    block_diagonal,
-    butterfly,
-    dense,
-    erdos_renyi,
-    random,
-    shuffled_block_diagonal,
-    watts_strogatz,
-    watts_strogatz_2d,
-)
+from .random_layouts import erdos_renyi, random
+from .regular import banded, block_diagonal, butterfly, dense, shuffled_block_diagonal
+from .small_worlds import barabasi_albert, watts_strogatz, watts_strogatz_2d
 
 __all__ = [
     "banded",

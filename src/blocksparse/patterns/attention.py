@@ -1,8 +1,8 @@
-"""Layouts of attention, (queries, keys): strided and fixed ones of sparse transformers, and small worlds.
+"""Layouts (queries, keys) for `bs.nn.attention`: strided, fixed and small-world attention.
 
-They are among `bs.patterns`, and made for `bs.nn.attention`, in blocks of tokens. All numbers below are of blocks; with
-blocks of 1 they are of tokens, as in the papers. A causal layout has no block behind the diagonal, and the queries of a
-block on it see the keys that are not behind them by `bs.nn.attention(..., causal=True)`. No row is empty.
+Distances and widths are in blocks; with block size 1 they are in tokens, as in the papers. A causal layout has no block
+after the diagonal. Inside the blocks on the diagonal, `bs.nn.attention(..., causal=True)` masks later keys. No row is
+empty.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ PARTS = ("all", "near", "far")
 def strided_attention(
     tokens: int, block_size: int = 32, stride: int | None = None, part: str = "all", causal: bool = True
 ) -> BlockLayout:
-    """Each query sees the keys right before it, and every stride-th one further back: for data with rows, like images.
+    """Return the layout of strided attention: the keys just before a query and every stride-th one before those.
 
-    near: key j is seen by query i where i - j <= stride. far: where i - j is a multiple of the stride.
+    It suits data with rows, such as images. Query i attends to key j in the part "near" if i - j <= stride, in the part
+    "far" if i - j is a multiple of the stride.
 
     Args:
-        tokens: queries, and as many keys; a multiple of the block.
-        block_size: tokens of a block.
-        stride: in blocks; by default the root of their number, with which the layout has the fewest blocks.
-        part: "near", "far", or "all", both of them; a list of the two is a layout for each of two heads.
-        causal: no key behind the query; otherwise they are seen on either side.
+        tokens: the number of queries and of keys, a multiple of the block.
+        block_size: tokens per block.
+        stride: in blocks. Default: the square root of their number, for which the layout has the fewest blocks.
+        part: "near", "far", or "all" for both. Two heads can have one part each: pass `attention` a list of layouts.
+        causal: if True, queries attend to earlier keys only; else to keys on both sides.
 
     Raises:
-        BlockSparseError: tokens that are no multiple of the block, a stride below 1, an unknown part.
+        BlockSparseError: `tokens` is not a multiple of the block, the stride is below 1, or the part is unknown.
 
     >>> import blocksparse as bs
     >>> bs.patterns.strided_attention(8, block_size=1, stride=3).mask().int()
@@ -64,19 +65,19 @@ def fixed_attention(
     part: str = "all",
     causal: bool = True,
 ) -> BlockLayout:
-    """Each query sees its own segment of the sequence, and the last keys of each segment, which summarise it: for text.
+    """Return the layout of fixed attention: the query's own segment, and the last keys of each segment as its summary.
 
-    near: key j is seen by query i in the same stretch of `stride`, where i // stride = j // stride. far: key j is seen
-    by all where j % stride >= stride - summary; and each query sees its own block, as else the first would see none.
+    It suits text. Query i attends to key j in the part "near" if both are in one segment, i // stride = j // stride, in
+    the part "far" if j % stride >= stride - summary. The part "far" also has the diagonal, so that no row is empty.
 
     Args:
         tokens, block_size: as for `strided_attention`.
-        stride: of a stretch, in blocks; by default the root of their number.
-        summary: at the end of each stretch, in blocks, 1 to stride.
+        stride: the length of a segment, in blocks. Default: the square root of their number.
+        summary: the length of the summary at the end of each segment, in blocks, 1 to `stride`.
         part, causal: as for `strided_attention`.
 
     Raises:
-        BlockSparseError: tokens that are no multiple of the block, numbers out of range, an unknown part.
+        BlockSparseError: `tokens` is not a multiple of the block, or an argument is out of range.
 
     >>> import blocksparse as bs
     >>> bs.patterns.fixed_attention(8, block_size=1, stride=3).mask().int()
@@ -102,21 +103,22 @@ def fixed_attention(
 def small_world_attention(
     tokens: int, block_size: int = 32, neighbors: int = 4, rewire: float = 0.2, seed: int = 0, causal: bool = True
 ) -> BlockLayout:
-    """Each query sees its own block and the nearest ones, some of them rewired at random: a small world.
+    """Draw the layout of a directed small world: each query's own block and the nearest ones, some rewired at random.
 
-    A Watts-Strogatz graph whose ties have a direction: of the `neighbors` nearest blocks (all of them before it where
-    causal), each is with probability `rewire` replaced by one drawn from all that may be seen and are not among them.
-    So a few layers carry information over any distance, at the cost of a band.
+    Each of the `neighbors` nearest blocks (earlier ones only, if causal) is replaced with probability `rewire` by a
+    block drawn from the others that the query may attend to. So a few layers carry information over any distance, at
+    the cost of a band.
 
     Args:
         tokens, block_size: as for `strided_attention`.
-        neighbors: blocks besides its own, fewer than there are; the first rows of a causal layout have fewer.
-        rewire: the probability; 0 for a band.
-        seed: an int from 0 on.
-        causal: no key behind the query.
+        neighbors: blocks besides the query's own, below the number of blocks. The first rows of a causal layout have
+            fewer.
+        rewire: the probability to replace a block; 0 gives a band.
+        seed: an int, 0 or more.
+        causal: as for `strided_attention`.
 
     Raises:
-        BlockSparseError: tokens that are no multiple of the block, numbers out of range, no int as the seed.
+        BlockSparseError: `tokens` is not a multiple of the block, or an argument is out of range.
 
     >>> import blocksparse as bs
     >>> bs.patterns.small_world_attention(8, block_size=1, neighbors=2, rewire=0.3, seed=1).mask().sum(1)
@@ -131,22 +133,20 @@ def small_world_attention(
     rng = np.random.default_rng(integer("seed", seed, 0))
     cols = []
     for i in range(n):
-        seen = i + 1 if causal else n
+        visible = i + 1 if causal else n
         start = max(0, i - neighbors) if causal else min(max(0, i - neighbors // 2), n - neighbors - 1)
-        near = np.arange(start, min(start + neighbors + 1, seen))
+        near = np.arange(start, min(start + neighbors + 1, visible))
         moved = (rng.random(near.size) < rewire) & (near != i)
-        drawn = rng.permutation(seen - near.size)[: np.count_nonzero(moved)]
-        # Where there are fewer others than are to be rewired, the rest stays.
+        drawn = rng.permutation(visible - near.size)[: np.count_nonzero(moved)]
+        # If there are too few other blocks, the last ones are not rewired.
         moved &= np.cumsum(moved) <= drawn.size
         cols.append(np.concatenate([near[~moved], drawn + near.size * (drawn >= start)]))
     rows = np.repeat(np.arange(n), [row.size for row in cols])
     return BlockLayout.from_indices(rows, np.concatenate(cols), (n, n), block_size)
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------
-
-
 def _blocks(tokens: Any, block_size: Any) -> int:
+    """Return the number of blocks of the tokens, which must be a multiple of the block."""
     block_size, tokens = integer("block_size", block_size, 1), integer("tokens", tokens, 1)
     if tokens % block_size:
         raise BlockSparseError.expected("tokens", f"a multiple of the block, {block_size}", tokens)
@@ -154,16 +154,20 @@ def _blocks(tokens: Any, block_size: Any) -> int:
 
 
 def _sizes(tokens: Any, block_size: Any, stride: Any) -> tuple[int, int]:
+    """Return the number of blocks and the stride in blocks."""
     n = _blocks(tokens, block_size)
     return n, max(1, round(math.sqrt(n))) if stride is None else integer("stride", stride, 1)
 
 
 def _layout(keys: dict[str, np.ndarray], part: str, causal: bool, block_size: int) -> BlockLayout:
-    """Of the keys that each query sees, `[n, any]`, by part; what is not in the sequence, or behind, is left out."""
+    """Make the layout of one part, or of "all", from the keys `[n, any]` of each query.
+
+    Keys outside of the sequence are left out, as are later ones if the layout is causal.
+    """
     if part not in PARTS:
         raise BlockSparseError.expected("part", f"one of {', '.join(PARTS)}", repr(part))
     cols = np.hstack([*keys.values()]) if part == "all" else keys[part]
     n = len(cols)
     rows = np.broadcast_to(np.arange(n)[:, None], cols.shape)
-    kept = (cols >= 0) & (cols <= (rows if causal else n - 1))
-    return BlockLayout.from_indices(*np.divmod(np.unique(rows[kept] * n + cols[kept]), n), (n, n), block_size)
+    valid = (cols >= 0) & (cols <= (rows if causal else n - 1))
+    return BlockLayout.from_indices(*np.divmod(np.unique(rows[valid] * n + cols[valid]), n), (n, n), block_size)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from blocksparse.layout import BlockLayout
-from blocksparse.patterns.weights import torus
+from blocksparse.patterns.small_worlds import torus
 from blocksparse.topology.degrees import degrees
 from blocksparse.topology.drawings.degrees import bins
 from blocksparse.topology.drawings.matrix import coarse

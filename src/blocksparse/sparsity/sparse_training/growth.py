@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
-from ...patterns.weights import spread
+from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
 from ..lines import Lines
 from ..selection import TieBreak
@@ -132,7 +132,7 @@ def move_to_empty_lines(
     `keys` are row * columns + column of the blocks that stay.
     """
     rows, cols = (
-        spread(places, side, generator, used)
+        spread_lines(places, side, generator, used)
         for places, side, used in zip(drawn, lines, np.divmod(keys, columns), strict=True)
     )
     return np.divmod(np.sort(rows * columns + cols), columns)

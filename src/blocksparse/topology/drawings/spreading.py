@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ...patterns.weights import torus
+from ...patterns.small_worlds import torus
 from ..mixing import steps_from
 from .style import COLORS, figure_and_axes
 
