@@ -1,18 +1,18 @@
-// Attention in which a layout says which blocks of queries see which blocks of keys, by rows and, for the gradients of
-// keys and values, by columns of blocks.
+// Block-sparse attention: a layout lists which blocks of queries see which blocks of keys. Forward and grad_q run by
+// rows of blocks, grad_k and grad_v by columns.
 #pragma once
 
 #include "core/types.hpp"
 
 namespace blocksparse {
 
-// Of one head, whose matrices are [queries or keys, features]. `turned` ones are [key blocks, features, padded]: the
-// keys of a block side by side, with zeros behind. q is scaled.
+// One head. Matrices are [queries or keys, features]; a `turned` matrix is [key blocks, features, padded], the keys of
+// a block side by side, padded with zeros. q is already scaled.
 struct AttentionForward {
   int64_t d, d_v, block, padded;  // features of q and of v; keys of a block
   bool causal;
-  const void *q, *k, *v;  // k is turned
-  void *y, *log_sum;      // log_sum [queries], of the exponentials of each query's scores
+  const void *q, *k, *v;  // k is transposed per block
+  void *y, *log_sum;      // log_sum [queries]: log of the summed exponentials
 };
 struct AttentionBackward {
   int64_t d, d_v, block_q, block_k, padded;
@@ -34,15 +34,15 @@ struct AttentionKernels {
   void (*backward_column)(const AttentionBackward&, const AttentionKeys&);   // writes grad_k and grad_v
 };
 
-// Which blocks are in each row, or in each column.
+// The blocks of each row, or of each column.
 struct BlockLists {
   const int64_t* start;  // [count + 1]
   const int32_t* other;
   int64_t count;
 };
 
-// Matrices are [heads, queries or keys, features], contiguous, of whole vectors of features; those per query are
-// [heads, queries]. q comes scaled.
+// Matrices are contiguous, [heads, queries or keys, features], with features padded to whole vectors. Numbers per query
+// are [heads, queries]. q is already scaled.
 struct AttentionCall {
   int64_t heads, queries, keys, d, d_v, block_q, block_k;
   bool causal;
@@ -52,7 +52,7 @@ struct AttentionCall {
 void attention_forward(const InstructionSet& isa, DType dtype, const AttentionCall& call, const BlockLists& rows,
                        void* y, void* log_sum);
 
-// `delta` is the sum of grad y over the features of each query; `grad_q` is that of the scaled q.
+// `delta` [heads, queries] is the sum of grad * y over features. `grad_q` is the gradient of the scaled q.
 void attention_backward(const InstructionSet& isa, DType dtype, const AttentionCall& call, const BlockLists& rows,
                         const BlockLists& columns, const void* grad, const void* log_sum, const void* delta,
                         void* grad_q, void* grad_k, void* grad_v);

@@ -16,7 +16,7 @@ using namespace nb::literals;
 namespace blocksparse {
 namespace {
 
-// heads, queries, keys, d, d_v and the block's sides.
+// heads, queries, keys, d, d_v, block_q, block_k
 using AttentionSizes = std::array<int64_t, 7>;
 
 AttentionCall attention_call(const std::string& dtype, const AttentionSizes& n, bool causal, uintptr_t q, uintptr_t k,

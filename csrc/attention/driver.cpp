@@ -15,7 +15,7 @@ namespace {
 
 constexpr decltype(&portable::select_attention) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_attention)};
 
-// Queries of a task, whose sums stay in the caches.
+// Queries per task: their sums stay in the caches.
 constexpr int64_t kQueries = 64;
 
 template <class T>
@@ -23,8 +23,7 @@ T* at(T* p, int64_t bytes) {
   return p ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) + bytes) : p;
 }
 
-// The blocks of keys or values that are seen, features by keys, each of `padded` keys: [heads, blocks, features,
-// padded].
+// Transpose the visible blocks of keys or values to [heads, blocks, features, padded].
 void* turned(const InstructionSet& isa, DType dtype, const AttentionCall& call, const BlockLists& rows,
              const void* from, int64_t features, int64_t padded, Scratch slot) {
   const LinearKernels& kernels = linear_kernels(isa, dtype, 1);
@@ -45,7 +44,7 @@ int64_t padded(const InstructionSet& isa, DType dtype, int64_t block) {
   return ceil_div(block, lanes) * lanes;
 }
 
-// Calls run(head, queries) for some queries of a block row at a time.
+// Call run(head, queries) for up to kQueries queries of a block row at a time.
 template <class Run>
 void by_rows(const AttentionCall& call, const BlockLists& rows, const Run& run) {
   const int64_t tiles = ceil_div(call.block_q, kQueries), tasks = rows.count * tiles;

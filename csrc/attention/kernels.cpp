@@ -1,4 +1,5 @@
-// Attention for one instruction set: scores of some queries and a group of blocks of keys at a time, in the caches.
+// Attention for one instruction set. Scores are computed for a few queries and a group of key blocks at a time, so that
+// they stay in the caches.
 #include <math.h>
 
 #include "attention/attention.hpp"
@@ -10,17 +11,17 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Keys, or backward by columns queries, of a group.
+// Keys per group (backward by columns: queries per group).
 constexpr int64_t kGroup = 256;
 
 template <class Real>
-constexpr Real kNothing = -__builtin_inf();  // the score of a key that is not seen
+constexpr Real kNothing = -__builtin_inf();  // the score of an invisible key
 
-// sums[rows, vectors] = or += the product of each term: `rows` of w, whole vectors of x.
+// sums[rows, width] = (or += with `add`) the sum over terms of w[rows, ...] x[..., width].
 template <class Real>
 void multiply(const Terms<Plain<Real>>& terms, int64_t rows, int64_t width, bool add, Real* sums, int64_t sums_row) {
   constexpr int n = kLanes<Real>;
-  const int64_t vectors = width / n, columns = (vectors + kTileVectors - 1) / kTileVectors;
+  const int64_t vectors = width / n, columns = ceil_div(vectors, kTileVectors);
   for (int64_t c = 0; c < columns; ++c) {
     const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first;
     column_of_tiles<Plain<Real>, Gather::kStream>(terms, here, first * n, rows, add, sums + first * n, sums_row);
@@ -40,7 +41,7 @@ void multiply_block(const Real* w, const Real* x, int64_t rows, int64_t features
   multiply<Real>(terms_of<Real>(&w, &x, 1, features, 1, padded, features), rows, padded, false, sums, sums_row);
 }
 
-// The scores of keys that the queries do not see: those of a padded block behind its end, and later ones.
+// Set the scores of invisible keys: padding behind the end of a block and, if causal, later keys.
 template <class Real>
 void hide(Real* scores, int64_t stride, int64_t first_query, int64_t queries, int64_t first_key, int64_t block,
           int64_t padded, bool causal) {
@@ -52,7 +53,7 @@ void hide(Real* scores, int64_t stride, int64_t first_query, int64_t queries, in
   }
 }
 
-// The power of each score, 0 where nothing is seen.
+// Replace each score by its exponential, and those of invisible keys by 0.
 template <class Real>
 BLOCKSPARSE_INLINE Vector<Real> power(const Real* score, Real shift) {
   const Vector<Real> s = load(score);
@@ -66,7 +67,7 @@ Real sum_of(Vector<Real> v) {
   return sum;
 }
 
-// How many blocks come before one whose keys are all behind the last query.
+// Count the blocks before the first one whose keys all come after the last query.
 int64_t seen_blocks(const AttentionQueries& queries, int64_t block, bool causal) {
   int64_t count = queries.blocks;
   while (causal && count > 0 && queries.col[count - 1] * block >= queries.last) --count;
@@ -108,7 +109,7 @@ void forward(const AttentionForward& a, const AttentionQueries& queries) {
         store(of_query + j, p);
         all += p;
       }
-      // What was summed with a smaller shift.
+      // Rescale the sums that were computed with a smaller shift.
       const Real before = largest[r] == kNothing<Real> ? 0 : exponential(broadcast(largest[r] - shift))[0];
       if (b > 0 && before != 1)
         for (int64_t j = 0; j < a.d_v; j += n) store(y + r * a.d_v + j, load(y + r * a.d_v + j) * before);
@@ -125,7 +126,7 @@ void forward(const AttentionForward& a, const AttentionQueries& queries) {
   }
 }
 
-// Scores to weights, and the gradients at the weights to those at the scores.
+// Turn scores into attention weights, and gradients of the weights into gradients of the scores.
 template <class Real>
 void back_through_softmax(Real* scores, Real* grads, int64_t width, Real log_sum, Real delta) {
   for (int64_t j = 0; j < width; j += kLanes<Real>) {
@@ -168,8 +169,8 @@ void backward_rows(const AttentionBackward& a, const AttentionQueries& queries) 
 
 template <class Real>
 void backward_column(const AttentionBackward& a, const AttentionKeys& keys) {
-  // Of long blocks some queries at a time, of short ones several blocks.
-  const int64_t queries = smaller(a.block_q, kGroup), parts = (a.block_q + queries - 1) / queries;
+  // Take a few queries of a long block at a time, or several short blocks.
+  const int64_t queries = smaller(a.block_q, kGroup), parts = ceil_div(a.block_q, queries);
   const int64_t group = parts > 1 ? 1 : kGroup / a.block_q, part_size = queries * a.padded;
   const int64_t first_key = keys.col * a.block_k, bytes = group * part_size * int64_t(sizeof(Real));
   const Real* k = static_cast<const Real*>(a.k_turned) + keys.col * a.d * a.padded;

@@ -16,7 +16,7 @@ using namespace nb::literals;
 namespace blocksparse {
 namespace {
 
-// The axes of a convolution as plan.py packs them, each in one array.
+// Unpack the axes of a convolution, each packed into one array by ops/conv/plan.py.
 template <class Axis>
 std::vector<Axis> axes_of(const std::vector<Index<int64_t>>& packed, size_t count,
                           Axis (*unpack)(const int64_t*, int64_t)) {

@@ -1,12 +1,12 @@
-// The convolutions: cutting positions into runs, packing, multiplying.
+// Convolutions as implicit matrix products. The driver cuts positions into runs and packs the weights.
 #pragma once
 
 #include "core/types.hpp"
 
 namespace blocksparse {
 
-// The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / k_pack,
-// padded] units, zeros behind.
+// Pack the weights of one block, [lane, sum, tap] or [sum, lane, tap], as [tap, sum / k_pack, padded] units, padded
+// with zeros.
 struct PackedBlock {
   const void* from;
   int64_t lanes, sum, taps, padded;
@@ -14,9 +14,8 @@ struct PackedBlock {
   void* to;
 };
 
-// The outputs of one block row of a convolution at some positions: runs of equal length. Class c of the taps is those
-// from `class_start[c]` to `class_start[c + 1]`, which meet the positions `class_begin[c]` to `class_end[c]` of each
-// run.
+// The outputs of one block row at runs of positions of equal length. Class c holds the taps from `class_start[c]` to
+// `class_start[c + 1]`; these meet the positions from `class_begin[c]` to `class_end[c]` of each run.
 struct ConvPiece {
   int64_t blocks;       // in this row
   const int32_t* col;   // [blocks], the block of inputs each one multiplies
@@ -36,15 +35,15 @@ struct ConvPiece {
   void* y;                // of the first output
   const int64_t* output;  // [runs], numbers from y to the run's first position
   int64_t output_step;
-  bool streams;  // y goes past the caches; it and the blocks of outputs begin where cache lines do
-  // What is prefetched meanwhile: next_blocks blocks of inputs, and the same next_lines cache lines of each.
+  bool streams;  // y bypasses the caches; y and the blocks of outputs are aligned to cache lines
+  // The next input, prefetched meanwhile: next_blocks blocks, and the same next_lines cache lines of each.
   int64_t next_blocks;
   const int32_t* next_col;  // [next_blocks]
   int64_t next_lines;
   const int64_t* next;  // [next_lines], bytes from x for the first block of inputs
 };
 
-// Rows of positions of two images, multiplied: sums[row, lane] += sum over positions of left[row] right[lane].
+// Multiply rows of positions of two images: sums[row, lane] += sum over positions of left[row] * right[lane].
 struct SampledRows {
   int64_t count, steps;
   const void* const* left;   // [count] units, `left_step` apart
@@ -53,7 +52,7 @@ struct SampledRows {
   void* sums;  // [rows, padded]
 };
 
-// The sums of one sampled block, [tap, row, padded] in each slice, to [row, lane, tap], or [lane, row, tap] if
+// Unpack the sums of one sampled block, [tap, row, padded] per slice, to [row, lane, tap], or to [lane, row, tap] if
 // `swapped`.
 struct UnpackedBlock {
   void* sums;  // all slices are added to the first
@@ -74,21 +73,20 @@ struct ConvKernels {
   void (*unpack_block)(const UnpackedBlock&);
 };
 
-// Return the kernels of `dtype` for blocks that sum `block_sum` products per output: pairs of bfloat16 need an even
-// number.
+// Return the kernels of `dtype` for blocks with `block_sum` inputs. Pairs of bfloat16 need an even number.
 const ConvKernels& conv_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum);
 
-namespace avx512 {  // sets that multiply pairs use it for every other type
+namespace avx512 {  // used by sets with pairs for every other type
 const ConvKernels& select_conv(DType dtype, int64_t block_sum);
 }
 
-// One axis of the outputs in runs, and what each of their taps meets: see Runs in plan.py.
+// One axis of the outputs cut into runs, and the taps that each run meets; see Runs in ops/conv/plan.py.
 struct AxisRuns {
   int64_t count, out_step, in_step;
   const int64_t *first, *length, *tap_start, *tap, *at, *begin, *end;
 };
 
-// One axis of a convolution's gradient: for each tap how many positions it maps, and the first of output and input.
+// One axis of the weight gradient: for each tap the number of positions, and the first output and input position.
 struct AxisTaps {
   int64_t taps, stride;
   const int64_t *count, *first_output, *first_input;
@@ -107,14 +105,14 @@ struct ChannelRows {  // see ChannelPlan in plan.py
   int64_t rows;
 };
 
-// y = activation(W * x + bias) with blocks [block_out, block_sum, taps], or [block_sum, block_out, taps] if transposed.
-// The three axes come cut into runs of the same taps, and whole.
+// y = activation(W * x + bias), with blocks [block_out, block_sum, taps], or [block_sum, block_out, taps] if
+// transposed. `cut` has the three axes cut into runs that meet the same taps, `whole` has them uncut.
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
           const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
 
-// values = the blocks [block_out, block_in, taps] of the gradient. Of a transposed convolution the names input and
-// output of the inside are those of the convolution that it transposes: grad is the input.
+// values = the blocks [block_out, block_in, taps] of the weight gradient. For a transposed convolution, "input" and
+// "output" inside mean those of the convolution that it transposes, so `grad` is the input.
 void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
                 const Image& grad, const Image& x, bool transposed, void* values, const AxisTaps* axes,
                 const int32_t* row, const int32_t* col, int64_t nnz);

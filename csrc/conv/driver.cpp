@@ -17,23 +17,23 @@ namespace {
 
 constexpr decltype(&portable::select_conv) kSelect[] = {BLOCKSPARSE_BY_SET(select_conv)};
 
-// Bytes of working copies of images at a time, but at least one image.
+// Bytes of converted images at a time (at least one image).
 constexpr int64_t kImageBytes = 8 << 20;
-// Positions that a run and a job have at most: their sums stay in the L1 cache.
+// Most positions of a run and of a job: their sums stay in the L1 cache.
 constexpr int64_t kRun = 64, kJob = 144;
-// In a run shorter than this sums wait for each other: another axis is better.
+// In shorter runs each sum waits for the one before, so that another axis is better.
 constexpr int64_t kGoodRun = 6;
-// From this many positions on, a job stays within one image.
+// Images with at least this many positions are not joined in one job.
 constexpr int64_t kLargeImage = 384;
 constexpr int64_t kTasksPerThread = 16, kLine = 64;
-// Outputs larger than this would not stay in the caches until they are read.
+// Larger outputs would leave the caches before they are read.
 constexpr int64_t kStreamed = 8 << 20;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t positions(const Image& image) { return image.size[0] * image.size[1] * image.size[2]; }
 
-// Outputs in a box of [n, depth, height, width], cut into runs along one of these axes. Along the others all of them
-// meet the same taps, along this one each tap meets some positions.
+// A box of outputs [n, depth, height, width], cut into runs along one axis. Along the other axes all of them meet the
+// same taps; along the run axis each tap meets a range of positions.
 struct Region {
   struct Tap {
     int64_t index, at, begin, end;
@@ -42,7 +42,7 @@ struct Region {
   int64_t first_output = 0;
   std::vector<Tap> taps;
 
-  // Where the line begins that is the `line`-th across the axis.
+  // Return where line number `line` across `axis` begins.
   int64_t at(int64_t line, int axis, const int64_t* distance) const {
     int64_t offset = 0;
     for (int a = 3; a >= 0; --a) {
@@ -54,7 +54,7 @@ struct Region {
   }
 };
 
-// A piece of the run axis: its taps by class, those that meet the most positions first.
+// A piece of the run axis, with its taps grouped into classes, those that meet most positions first.
 struct Piece {
   int region;
   int64_t begin, length;
@@ -88,7 +88,8 @@ struct Job {
   int64_t output;        // of the first one
 };
 
-// The axis along which runs are longest: the last one if they are long enough there, else maybe that of the images.
+// Choose the run axis: the last one if its runs are long enough, else the one with the longest runs, which may be that
+// of the images.
 int run_axis(const AxisRuns* whole, int64_t images) {
   int best = 3;
   int64_t longest = 0;
@@ -139,7 +140,7 @@ std::vector<Region> regions_of(const AxisRuns* const* axes, int axis, const int6
   return regions;
 }
 
-// In the order of the outputs, so that jobs after each other share their inputs.
+// Jobs follow the order of the outputs, so that neighbouring jobs share inputs.
 void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Piece>& pieces, std::vector<Job>& jobs) {
   pieces.clear(), jobs.clear();
   for (size_t i = 0; i < regions.size(); ++i) {
@@ -172,9 +173,9 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
   std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.output < b.output; });
 }
 
-// A job in both images, and the cache lines it reads of a block of inputs: those of all taps at its first run, and at
-// the others of the tap that goes farthest. Channels of a position lie side by side, positions far apart, which
-// hardware does not prefetch.
+// A job's addresses in both images, and the cache lines that it reads of a block of inputs: all taps of its first run,
+// and of the other runs the tap that reaches farthest. Hardware does not prefetch these, since the positions lie far
+// apart.
 struct Place {
   int64_t input[kJob], output[kJob];  // [lines]
   std::vector<int64_t> lines;         // in bytes, of the first block of inputs
@@ -221,7 +222,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
   });
 
   const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
-  // Outputs larger than the caches bypass them: each line is written whole, so none has to be read first.
+  // Large outputs bypass the caches: each line is written whole, so that none has to be read first.
   const bool streams = n * image_out * size > kStreamed && block_out * size % kLine == 0 &&
                        reinterpret_cast<uintptr_t>(y.data) % kLine == 0;
   const int axis = run_axis(whole, n);
@@ -244,7 +245,8 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       input = converted;
     }
     cut(regions, axis, images, pieces, jobs);
-    // A thread takes all rows of some jobs, whose inputs stay in its L2 cache; or one row of one, where jobs are few.
+    // A thread computes all rows of some jobs, whose inputs stay in its L2 cache, or if jobs are few, one row of one
+    // job.
     const int64_t count = int64_t(jobs.size()), wanted = kTasksPerThread * thread_count();
     const int64_t shares = count < wanted ? rows.rows : 1, bunch = std::max<int64_t>(count / wanted, 1);
     const auto place_of = [&](const Job& job, bool with_lines) {
@@ -253,7 +255,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       if (with_lines) place.find_lines(job, piece, regions[piece.region], axis, steps, unit);
       return place;
     };
-    // Rows without blocks come last: the last one with blocks prefetches the next place.
+    // Rows without blocks come last, so that the last row with blocks prefetches the next place.
     const auto run = [&](const Job& job, const Place& here, const Place* next, int64_t first_row, int64_t last_row) {
       const Piece& piece = pieces[job.piece];
       const Region& region = regions[piece.region];
@@ -307,7 +309,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
         }
         run(jobs[end - 1], here, nullptr, 0, rows.rows);
       }
-      // The signal that a loop has ended does not order streamed stores.
+      // Streamed stores are not ordered by the end of a parallel loop.
       if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
     });
   }

@@ -1,8 +1,8 @@
-// The convolutions for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+// Convolutions for one instruction set (BLOCKSPARSE_ISA).
 //
-// The register tile is that of the linear products with the roles exchanged: the rows are positions along one axis of
-// an image that is read where it lies, a constant distance apart, and the lanes are outputs. So nothing is unfolded,
-// padded or transposed; what changes from tap to tap is an address.
+// The register tile is that of the linear products with exchanged roles: rows are positions along one axis of an image,
+// which is read in place at a constant stride, and lanes are outputs. Nothing is unfolded, padded or transposed; each
+// tap only changes an address.
 #include "conv/conv.hpp"
 #include "core/parallel.hpp"
 #include "isa/activation.hpp"
@@ -14,7 +14,7 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Units of the sum taken together: their weights stay in the L1 cache while all positions pass by.
+// Units summed at a time: their weights stay in the L1 cache for all positions.
 constexpr int64_t kConvGroup = 128;
 
 template <class E>
@@ -64,7 +64,7 @@ void pack_block(const PackedBlock& block) {
 
 // -- y = W * x -------------------------------------------------------------------------------------------------------
 
-// Some of the terms of one class, at all its positions.
+// Some terms of one class, at all of its positions.
 template <class E>
 struct ClassTerms {
   using Unit = typename E::Unit;
@@ -84,8 +84,7 @@ struct ClassTerms {
   }
 };
 
-// Prefetches the lines from `part` to `part + 1` of `parts` of what comes next: too many at once would wait for each
-// other.
+// Prefetch share number `part` of `parts` of the next lines. Too many prefetches at once would wait for each other.
 template <class E>
 void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
   const int64_t lines = piece.next_lines, count = piece.next_blocks * lines, end = count * (part + 1) / parts;
@@ -96,7 +95,7 @@ void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
   }
 }
 
-// Called as soon as the sums are ready: the stores of one run overlap with the products of the next.
+// Called when the sums of a run are ready, so that its stores overlap with the products of the next run.
 template <class E>
 void write_run(const ConvPiece& piece, int64_t run, const typename E::Sum* sums) {
   using Sum = typename E::Sum;
@@ -143,7 +142,7 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
 }
 
 #if defined(BLOCKSPARSE_TILES)
-// Whole tiles of all runs first, as setting tiles to another height is slow.
+// Whole tiles of all runs come first, since changing the height of tiles is slow.
 template <class E>
 void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, float* sums) {
   const uint32_t* x = static_cast<const uint32_t*>(piece.x);
@@ -168,7 +167,7 @@ void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, 
                       depth,
                       piece.padded,
                       depth * piece.padded},
-                     (rows + kTile - 1) / kTile, columns, add, at, piece.padded);
+                     ceil_div(rows, kTile), columns, add, at, piece.padded);
       }
     }
   }
@@ -181,7 +180,7 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
   const int64_t most = piece.steps < kConvGroup ? kConvGroup / piece.steps : 1;
   for (int64_t c = 0; c < piece.classes; ++c) {
     const int64_t terms = piece.blocks * (piece.class_start[c + 1] - piece.class_start[c]);
-    const int64_t groups = (terms + most - 1) / most;
+    const int64_t groups = ceil_div(terms, most);
     for (int64_t g = 0; g < groups; ++g) {
       const ClassTerms<E> some(piece, c, terms * g / groups, terms * (g + 1) / groups);
       const bool add = c > 0 || g > 0 || !piece.covered;
@@ -234,7 +233,7 @@ void sample(const SampledRows& rows) {
                             0};
     constexpr int n = kLanes<Unit>;
     typename E::Sum* sums = static_cast<typename E::Sum*>(rows.sums);
-    const int64_t vectors = rows.padded / n, columns = (vectors + kTileVectors - 1) / kTileVectors;
+    const int64_t vectors = rows.padded / n, columns = ceil_div(vectors, kTileVectors);
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first;
       column_of_tiles<E, Gather::kStream>(terms, here, first * n, rows.rows, true, sums + first * n, rows.padded);

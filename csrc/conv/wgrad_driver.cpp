@@ -1,4 +1,4 @@
-// The gradient of a convolution's weights: the products of two images, sampled on the layout.
+// The weight gradient of a convolution: the product of two images, sampled at the stored blocks.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -13,11 +13,11 @@
 namespace blocksparse {
 namespace {
 
-// Positions of the sampled product taken together, and the most lines of them.
+// Most positions and most lines of the sampled product at a time.
 constexpr int64_t kSampled = 128, kSampledLines = 64;
-// Of the packed lines and the sums of blocks sampled together.
+// Bytes of packed lines and of sums of the blocks that are sampled together.
 constexpr int64_t kGroupBytes = 192 << 10;
-// Tasks, however few blocks there are; bytes of a cache line.
+// Least number of tasks, even with few blocks; bytes of a cache line.
 constexpr int64_t kManyTasks = 16, kLine = 64;
 
 // One of the two images.
@@ -31,8 +31,8 @@ struct Side {
   int64_t blocks() const { return image.channels / block; }
 };
 
-// Where groups of blocks begin that share packed lines. What a group packs, `bytes` of each block of channels of a
-// side, and its sums stay in the L2 cache.
+// Return where groups of blocks begin that share packed lines. The packed lines, `bytes` per block of channels and
+// side, and the sums of a group fit the L2 cache.
 std::vector<int64_t> groups_of(int64_t nnz, const Side* sides, std::array<int64_t, 2> bytes, int64_t block_bytes) {
   std::vector<int64_t> groups = {0};
   std::vector<int64_t> last[2];  // the last group that has the block of channels
@@ -65,7 +65,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
   const int64_t size = size_of(dtype), unit = kernels.unit_size, sum = kernels.sum_size;
   const int64_t taps = axes[0].taps * axes[1].taps * axes[2].taps;
 
-  // The lanes are the inputs of a block, or the outputs where there are more of these and inputs do not fill a vector.
+  // Lanes are the inputs of a block, or the outputs if there are more of them and the inputs do not fill a vector.
   const bool swapped = block_in < kernels.lanes && block_out > block_in;
   Side sides[2] = {{grad, block_out, 0, transposed, row, Scratch::kGradients},
                    {x, block_in, 0, !transposed, col, Scratch::kPanels}};
@@ -74,8 +74,9 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
   right.padded = ceil_div(right.block, kernels.lanes) * kernels.lanes;
   const Image& output = transposed ? x : grad;
 
-  // Lines of the output, [n, depth, height] of them, in pieces; a bunch at a time for all taps of some blocks. Few
-  // blocks are cut into slices of lines with sums of their own, as many for any number of threads.
+  // Lines of the output ([n, depth, height] of them), cut into pieces; a bunch at a time for all taps of some blocks.
+  // If blocks are few, lines are cut into slices with sums of their own; the cuts do not depend on the number of
+  // threads.
   const AxisTaps& across = axes[2];
   const int64_t lines = n * output.size[0] * output.size[1], width = output.size[2], pieces = ceil_div(width, kSampled);
   const int64_t bunch = std::clamp<int64_t>(kSampled / std::max<int64_t>(ceil_div(width, pieces), 1), 1, kSampledLines);
@@ -94,7 +95,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
     const int64_t slice = i / tasks, group = i % tasks / axes[0].taps, t0 = i % axes[0].taps;
     const int64_t first_block = groups[group], blocks = groups[group + 1] - first_block;
     char* const to_sums = advance(sums, (slice * slice_sums + first_block * block_sums) * sum);
-    // The blocks of rows and columns of this group, and for each of its blocks the place among them.
+    // The channel blocks of this group on either side, and the index of each stored block among them.
     std::vector<int64_t> channels[2], place[2];
     for (int s : {0, 1}) {
       std::vector<int64_t> found(sides[s].blocks(), -1);
@@ -105,7 +106,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
       }
     }
     const int64_t* const input_size = (transposed ? grad : x).size;
-    // The line of the input that the line of the output l meets with tap t1, or -1.
+    // Return the input line that output line l meets with tap t1, or -1.
     const auto input_line = [&](int64_t l, int64_t t1) -> int64_t {
       const int64_t y = l % output.size[1], z = l / output.size[1] % output.size[0];
       const int64_t past1 = y - axes[1].first_output[t1], past0 = z - axes[0].first_output[t0];
@@ -120,7 +121,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
     const int64_t end_line = std::min(bunches * (slice + 1) / slices * bunch, lines);
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = width * piece / pieces, last = width * (piece + 1) / pieces;
-      // The parts of the lines that the taps meet, in both images.
+      // Return the ranges of both lines that a tap meets.
       const auto met = [&](int64_t t) {
         const int64_t begin = std::max(first, across.first_output[t]);
         return std::make_pair(begin, std::min(last, across.first_output[t] + across.count[t]));
@@ -137,7 +138,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
       }
       if (from[0] >= to[0]) continue;
 
-      // Lines side by side, in the type that is multiplied: [blocks of channels, lines, positions, padded].
+      // Lines side by side in the type that is multiplied: [channel blocks, lines, positions, padded].
       struct Packed {
         char* data;
         int64_t line, block;  // bytes
@@ -186,7 +187,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
           pack(input_side, input_lines[j], used);
           slots[input_lines[j] - lowest] = used++;
         }
-        // One line of the next bunch is prefetched per tap: too many at once would wait for each other.
+        // Prefetch one line of the next bunch per tap, since too many prefetches at once would wait for each other.
         const int64_t next_end = std::min(line + 2 * bunch, end_line);
         const int64_t at_once = ceil_div(bunch, axes[1].taps * across.taps);
         int64_t fetched[2] = {};  // blocks of channels

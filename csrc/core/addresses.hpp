@@ -1,4 +1,4 @@
-// Arithmetic of sizes and addresses. Static, as each instruction set has its own.
+// Arithmetic on sizes and addresses. Functions are static, so that each instruction set has a copy of its own.
 #pragma once
 
 #include <stdint.h>
@@ -6,7 +6,7 @@
 namespace blocksparse {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Null stays null.
+// Advance a pointer; null stays null.
 static inline char* advance(void* p, int64_t bytes) { return p ? static_cast<char*>(p) + bytes : nullptr; }
 static inline const char* advance(const void* p, int64_t bytes) {
   return p ? static_cast<const char*>(p) + bytes : nullptr;

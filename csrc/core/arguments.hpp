@@ -1,4 +1,4 @@
-// Arguments from Python as the core takes them: names, addresses, index arrays whose lengths must fit each other.
+// Arguments from Python: names, addresses, and index arrays whose lengths are checked against each other.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -37,7 +37,7 @@ inline Activation activation_named(const std::string& name) {
 template <class T>
 using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Where each of `count` things starts, up to `total`.
+// Check that `start` holds `count` starts and the end, `total`.
 inline void require_starts(const Index<int64_t>& start, int64_t count, size_t total, const char* what) {
   require(
       count >= 0 && int64_t(start.size()) == count + 1 && start.data()[0] == 0 && start.data()[count] == int64_t(total),
@@ -55,7 +55,7 @@ inline int64_t blocks_in(int64_t features, int64_t block) {
 
 inline void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-// The address of row 0, or 0, and the distance between rows.
+// The address of row 0 (0 for none), and the distance between rows in elements.
 using PyRows = std::pair<uintptr_t, int64_t>;
 inline InputRows input(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
 inline OutputRows output(const PyRows& rows) { return {pointer(rows.first), rows.second}; }

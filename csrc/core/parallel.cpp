@@ -1,5 +1,7 @@
 #include "core/parallel.hpp"
 
+#include "core/addresses.hpp"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -13,7 +15,7 @@
 namespace blocksparse {
 namespace {
 
-// libtorch's C interface (torch/csrc/stable/c/shim.h): errors are returned, as anything but 0.
+// libtorch's C interface (torch/csrc/stable/c/shim.h): anything but 0 is an error.
 using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                                 void* context);
 using GetNumThreads = int32_t (*)(uint32_t* count);
@@ -42,7 +44,7 @@ void set_control(uint64_t) {}
 
 thread_local bool flushes = false;
 
-// Sets these flags as long as it lives.
+// Sets these flags during its lifetime.
 class FlushAs {
  public:
   explicit FlushAs(uint64_t wanted) : before_(control() & kFlush) { set(wanted); }
@@ -73,8 +75,8 @@ struct Loop {
 constexpr int64_t kKeptBytes = 64 << 20;
 
 #if defined(BLOCKSPARSE_SANITIZE)
-// Each request gets its own memory, of the exact size and full of NaN, so that sanitizers and tests find accesses
-// beyond it or after the next request, and reads of what was never written.
+// Each request gets memory of its own, of the exact size and full of NaN, so that sanitizers and tests notice accesses
+// out of range, use after the next request, and reads of unwritten memory.
 constexpr bool kReuses = false;
 constexpr int64_t kWhole = 1;
 #else
@@ -89,7 +91,7 @@ struct Buffer {
   void resize(int64_t wanted) {
     std::free(data);
     data = nullptr, bytes = 0;
-    wanted = (wanted + kWhole - 1) / kWhole * kWhole;
+    wanted = ceil_div(wanted, kWhole) * kWhole;
     if (wanted && posix_memalign(&data, 64, wanted)) throw std::bad_alloc();
     bytes = wanted;
     if (!kReuses && data) std::memset(data, 0xff, bytes);

@@ -1,4 +1,4 @@
-// Rows of features on their way to kernels: where they begin, and how they are shared among threads.
+// Rows of features: where they begin, and how threads share them.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace blocksparse {
 
-// The rows from `at` on, of numbers of `size` bytes.
+// Return the rows from number `at` on; `size` is the bytes of an element.
 inline OutputRows from(const OutputRows& rows, int64_t at, int64_t size) {
   return {rows.data ? static_cast<char*>(rows.data) + at * rows.stride * size : nullptr, rows.stride};
 }
@@ -20,8 +20,8 @@ inline InputRows from(const InputRows& rows, int64_t at, int64_t size) {
 
 inline InputRows read_only(const OutputRows& rows) { return {rows.data, rows.stride}; }
 
-// Calls run(part) for parts of rows and features that take a few microseconds each. They are the same for any number of
-// threads, as the results have to be.
+// Call run(part) for parts of the rows and features that take a few microseconds each. The parts do not depend on the
+// number of threads, since results must not.
 template <class Run>
 void in_parts(int64_t rows, int64_t features, const Run& run) {
   if (features == 0) return;

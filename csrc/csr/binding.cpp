@@ -25,7 +25,7 @@ bool is_wide(const Index& index) {
 
 constexpr const char* kWorking = "as much working memory as the function for it says";
 
-// The matrix of `rows` rows; indices are all int32 or all int64.
+// Check the index arrays and return the matrix with `rows` rows. Indices are all int32 or all int64.
 template <class Index>
 Csr csr(const Index& start, const Index& col, const std::optional<Index>& position, int64_t rows) {
   const auto same = [&](const Index& index) { return index.dtype() == start.dtype(); };
@@ -36,8 +36,8 @@ Csr csr(const Index& start, const Index& col, const std::optional<Index>& positi
   return {start.data(), col.data(), position ? position->data() : nullptr, rows, int64_t(col.size())};
 }
 
-// A matrix that exists and is only read.
-Csr given(const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position, int64_t rows) {
+// Return a matrix that is only read; its last start must be the number of connections.
+Csr checked_csr(const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position, int64_t rows) {
   const Csr matrix = csr(start, col, position, rows);
   const auto at = [&](int64_t row) {
     return is_wide(start) ? static_cast<const int64_t*>(matrix.start)[row]
@@ -60,7 +60,7 @@ void py_csr_linear(const std::string& isa, const std::string& dtype, const std::
                    uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values, uintptr_t bias, uintptr_t y,
                    int64_t out_features, uintptr_t working, int64_t working_bytes, const AnyIndex& start,
                    const AnyIndex& col, const std::optional<AnyIndex>& position) {
-  const Csr matrix = given(start, col, position, out_features);
+  const Csr matrix = checked_csr(start, col, position, out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
@@ -73,7 +73,7 @@ void py_csr_linear(const std::string& isa, const std::string& dtype, const std::
 void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad, int64_t grad_stride,
                   int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values,
                   uintptr_t working, int64_t working_bytes, const AnyIndex& start, const AnyIndex& col) {
-  const Csr matrix = given(start, col, std::nullopt, out_features);
+  const Csr matrix = checked_csr(start, col, std::nullopt, out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
@@ -93,7 +93,7 @@ void py_csr_gradients(const std::string& isa, const std::string& dtype, int64_t 
                       uintptr_t values, uintptr_t grad_x, uintptr_t grad_values, uintptr_t grad_bias, uintptr_t working,
                       int64_t working_bytes, const AnyIndex& start, const AnyIndex& col,
                       const std::optional<AnyIndex>& position) {
-  const Csr matrix = given(start, col, position, grad_x ? in_features : out_features);
+  const Csr matrix = checked_csr(start, col, position, grad_x ? in_features : out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
@@ -110,7 +110,7 @@ using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::c
 void py_csr_transposed(const AnyIndex& start, const AnyIndex& col, const NewIndex& to_start, const NewIndex& to_row,
                        const NewIndex& to_position) {
   const int64_t cols = int64_t(to_start.size()) - 1;
-  const Csr matrix = given(start, col, std::nullopt, int64_t(start.size()) - 1);
+  const Csr matrix = checked_csr(start, col, std::nullopt, int64_t(start.size()) - 1);
   csr<NewIndex>(to_start, to_row, to_position, cols);
   const bool wide = is_wide(start), to_wide = is_wide(to_start);
   require(to_row.size() == col.size(), "one row and one position for each connection");

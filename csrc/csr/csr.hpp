@@ -1,4 +1,4 @@
-// The linear products of unstructured weights (blocks of one number): cutting tokens, outputs and connections.
+// Linear products with unstructured weights (block size 1). The driver cuts tokens, outputs and connections.
 #pragma once
 
 #include "core/types.hpp"
@@ -6,34 +6,34 @@
 
 namespace blocksparse {
 
-// A matrix of single numbers by its rows. Indices are all int32 or all int64.
+// A matrix in CSR format: single weights ("connections") by rows. Indices are all int32 or all int64.
 struct Csr {
   const void* start;     // [rows + 1]
   const void* col;       // [connections]
-  const void* position;  // [connections], where each number is in `values`; null for their own order
+  const void* position;  // [connections], index of each in `values`; null if in order
   int64_t rows, connections;
 };
 
-// y[tokens, out] = activation(x W^T + bias) for the outputs [first, last) and the tokens of one packed panel of x.
+// y[tokens, out] = activation(x W^T + bias), for the outputs [first, last) and the tokens of one packed panel of x.
 struct CsrRows {
   Csr matrix;
   const void* values;
   int64_t first, last;
   const void* panel;      // [in_features, width] sums' type
-  int64_t width, tokens;  // of the panel: with padding, and of those the real ones
+  int64_t width, tokens;  // tokens of the panel with and without padding
   bool fetches;           // the panel is too large for the caches
   const void* bias;       // of output 0, or null
   Activation activation;
   void* y;  // of the panel's first token, output 0
   int64_t y_stride;
-  bool streams;  // y goes past the caches
-  // Of float32 and float64, where not null: [rows, width] sums' type; the products of a connection's row of these and
-  // of the panel, summed, are put in its place of [connections].
+  bool streams;  // y bypasses the caches
+  // If not null (float32 and float64 only): [rows, width] in the type of sums. For each connection the product of its
+  // row of `factors` and its row of the panel is summed into `samples` [connections].
   const void* factors = nullptr;
   void* samples = nullptr;
 };
 
-// values[k] = grad[row of k] . x[col of k], for the connections [first, last), over the tokens of a panel.
+// values[k] = grad[row of k] . x[col of k] over the tokens of a panel, for the connections [first, last).
 struct CsrSamples {
   Csr matrix;
   int64_t first, last;
@@ -50,11 +50,11 @@ struct CsrKernels {
   void (*pack)(const void* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, int64_t width, void* panel);
   void (*rows[2])(const CsrRows&);  // with int32 and with int64 indices
   void (*samples[2])(const CsrSamples&);
-  // to[feature] = the sum of its row of a panel, for the features [first, last).
+  // to[feature] = the sum of that row of a panel, for the features [first, last).
   void (*sums)(const void* panel, int64_t first, int64_t last, int64_t width, void* to);
 };
 
-// The working memory that the products below need.
+// Return the bytes of working memory that the products below need.
 int64_t csr_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t in_features);
 int64_t csr_wgrad_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
                                 int64_t in_features);
@@ -63,19 +63,19 @@ int64_t csr_wgrad_working_bytes(const InstructionSet& isa, DType dtype, int64_t 
 void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t tokens, Matrix x,
                 const void* values, const void* bias, void* y, void* working, const Csr& matrix, bool wide);
 
-// values = the numbers of grad^T x that the matrix stores.
+// values = the stored elements of grad^T x.
 void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, void* values,
                void* working, const Csr& matrix, bool wide);
 
-// The gradients of y = x W^T, that of a bias, or null, with one packed panel of each operand; float32 and float64. The
-// matrix is by its columns, so that a row of `grad` is read once for both others; by its rows where grad_x is null. The
-// working memory is 0 where tokens do not fit one panel: then it cannot be used.
+// The gradients of y = x W^T + bias in one pass, with one packed panel of each operand; float32 and float64 only. The
+// matrix is given by columns, so that a row of `grad` is read once for both gradients; by rows if grad_x is null. The
+// working memory is 0 if the tokens do not fit one panel: then use the separate products.
 int64_t csr_gradients_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
                                     int64_t in_features);
 void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, const void* values,
                    void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide);
 
-// The matrix by its columns: where each starts, and the row and the position of each connection, by rising rows.
+// Transpose the matrix: the start of each column, and the row and position of each connection, rows ascending.
 void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide);
 
 }  // namespace blocksparse

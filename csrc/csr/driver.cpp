@@ -18,17 +18,17 @@ constexpr decltype(&portable::select_csr) kSelect[] = {BLOCKSPARSE_BY_VECTORS(se
 
 // Bytes of packed panels per pass over the weights.
 constexpr int64_t kPanelBytes = 8 << 20;
-// In larger panels the next rows are prefetched: about the size of the caches of one core.
+// In larger panels the next rows are prefetched; about the cache of one core.
 constexpr int64_t kCachedBytes = 1 << 20;
-// Larger outputs bypass the caches, as they would not stay there until they are read.
+// Larger outputs bypass the caches, since they would be evicted before they are read.
 constexpr int64_t kStreamedBytes = 32 << 20;
-// What one task takes: features to pack; connections, where each output counts as kOutputCost of them.
+// Work of one task: features to pack; connections, of which each output costs kOutputCost.
 constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
 
-// Of tokens in a panel of the sampled product.
+// Most vectors of tokens in a panel of the sampled product.
 constexpr int64_t kSampleVectors = 8;
 
-// Tokens in panels of about equal width.
+// Tokens cut into panels of about equal width.
 struct Panels {
   int64_t tokens, lanes, vectors, count, narrow = 0;
 
@@ -45,7 +45,7 @@ struct Panels {
   int64_t widest() const { return narrow ? narrow : count ? ceil_div(vectors, count) * lanes : 0; }
 };
 
-// Panels as wide as registers allow, or narrower ones where these then stay in the cache of one core.
+// Return panels as wide as registers allow, or narrower ones if only these fit the cache of one core.
 Panels row_panels(int64_t tokens, const CsrKernels& kernels, int64_t features) {
   const int64_t vector_bytes = features * kernels.lanes * int64_t(kernels.unit_size);
   int64_t vectors = kernels.max_vectors;
@@ -53,8 +53,8 @@ Panels row_panels(int64_t tokens, const CsrKernels& kernels, int64_t features) {
   return Panels(tokens, kernels, vectors * vector_bytes > kCachedBytes ? kernels.max_vectors : vectors);
 }
 
-// Of the sampled product, where each panel costs a pass over the values; 16-bit types sum over all tokens at once, as
-// sums over parts would round.
+// Return the panels of the sampled product. Each panel costs a pass over the values. 16-bit types sum over all tokens
+// at once, since sums over parts would round.
 Panels sample_panels(int64_t tokens, const CsrKernels& kernels, DType dtype) {
   return Panels(tokens, kernels, size_of(dtype) == 2 ? ceil_div(tokens, kernels.lanes) + 1 : kSampleVectors);
 }
@@ -67,7 +67,7 @@ int64_t panels_at_once(const Panels& panels, int64_t bytes) {
   return std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(bytes, 1), 1, std::max<int64_t>(panels.count, 1));
 }
 
-// Loops whose tasks are independent, to be shared among threads one by one or two together.
+// Run independent loops on the threads, one by one or two together.
 template <class Loop>
 void run(const Loop& loop) {
   parallel_tasks(loop.count(), [&](int64_t i) { loop(i); });
@@ -79,7 +79,7 @@ void run_both(const First& first, const Second& second) {
   parallel_tasks(before + second.count(), [&](int64_t i) { i < before ? first(i) : second(i - before); });
 }
 
-// `panels_here` panels of x from `first` on, packed, `bytes` bytes apart.
+// Packs `panels_here` panels of x, from `first` on, `bytes` bytes apart.
 struct Packing {
   const CsrKernels& kernels;
   int64_t size;
@@ -101,7 +101,7 @@ int64_t start_of(const Csr& matrix, bool wide, int64_t row) {
   return wide ? static_cast<const int64_t*>(matrix.start)[row] : static_cast<const int32_t*>(matrix.start)[row];
 }
 
-// Cuts rows by cost, at whole units of rows found by bisection, so that nothing has to be stored.
+// Cuts rows into tasks of equal cost, at whole units of rows that are found by bisection, so that no list is stored.
 struct RowCuts {
   const Csr& matrix;
   bool wide;
@@ -115,7 +115,7 @@ struct RowCuts {
   }
   int64_t row(int64_t u) const { return std::min(u * unit, matrix.rows); }
   int64_t cost(int64_t u) const { return start_of(matrix, wide, row(u)) + row(u) * kOutputCost; }
-  // The first row of a task: of the first unit at its cost or beyond it.
+  // Return the first row of a task: that of the first unit at its cost or beyond.
   int64_t first(int64_t task) const {
     int64_t low = 0, high = units;
     while (low < high) {
@@ -130,7 +130,7 @@ struct RowCuts {
   }
 };
 
-// The outputs of `panels_here` packed panels from `first` on.
+// Computes the outputs of `panels_here` packed panels, from `first` on.
 struct Rows {
   const CsrKernels& kernels;
   int64_t size;
@@ -157,7 +157,7 @@ struct Rows {
   }
 };
 
-// The products of panel p, summed for each connection, added to those of the panels before.
+// Sums the products of panel p per connection, and adds them to those of the panels before.
 struct Samples {
   const CsrKernels& kernels;
   const Panels& panels;
@@ -176,7 +176,7 @@ struct Samples {
   }
 };
 
-// A gradient, packed, and its features summed to that of a bias, unless that is null.
+// Packs a gradient, and sums its features to the bias gradient unless that is null.
 struct PackedGradient {
   Packing packing;
   void* grad_bias;
@@ -192,7 +192,7 @@ struct PackedGradient {
 template <class From, class To>
 void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* position) {
   const From *from = static_cast<const From*>(matrix.start), *col = static_cast<const From*>(matrix.col);
-  // Counted two places ahead and then moved on while it is filled, a start ends up in its own place.
+  // Counts are stored two places ahead; filling then moves each start into its own place.
   memset(start, 0, (cols + 1) * sizeof(To));
   for (int64_t k = 0; k < matrix.connections; ++k) {
     if (col[k] < 0 || col[k] >= cols)

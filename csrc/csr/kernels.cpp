@@ -1,5 +1,5 @@
-// The linear products of unstructured weights for one instruction set: the lanes are tokens, and each connection
-// multiplies one number with a row of a packed panel. Sums are cut the same way for any number of tokens.
+// Linear products with unstructured weights for one instruction set. Lanes are tokens; each connection multiplies one
+// weight with a row of a packed panel. The order of sums does not depend on the number of threads.
 #include <type_traits>
 
 #include "core/parallel.hpp"
@@ -11,16 +11,16 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Of 32 registers or 16: two sums for each vector of tokens.
+// Two sums for each vector of tokens, in 32 or 16 registers.
 constexpr int kMostVectors = kVectorBytes == 64 ? 8 : 4;
-// Connections summed in registers before they are added to what came before: sums of sums lose less to rounding.
+// Connections summed in registers before they join the total: sums of sums lose less to rounding.
 constexpr int64_t kSumGroup = 64;
-// The most sums of outputs that wait to be transposed.
+// Most bytes of sums that wait to be transposed.
 constexpr int64_t kSumBytes = 32 << 10;
 
 // -- y = x W^T -----------------------------------------------------------------------------------------------------
 
-// How many connections ahead a row of the panel is fetched: more of them where they are short.
+// Connections to look ahead when prefetching rows of the panel: more if rows are short.
 constexpr int64_t fetch_ahead(int64_t row_bytes) { return row_bytes >= 256 ? 12 : 16; }
 
 template <class T>
@@ -29,7 +29,7 @@ BLOCKSPARSE_INLINE void fetch(const T* from, int64_t count) {
     __builtin_prefetch(reinterpret_cast<const char*>(from) + b);
 }
 
-// Products of connections that follow each other, kept as vectors until enough of them are there to be summed.
+// Collects products of consecutive connections as vectors until there are enough to sum across lanes.
 template <class E, class Index, int kWide>
 class Samples {
   using Sum = typename E::Sum;
@@ -53,7 +53,7 @@ class Samples {
 
   void add(V products) { waits_[waiting_++] = products; }
 
-  // Leaves room for a group.
+  // Make room for another group.
   void write_whole() {
     int64_t i = 0;
     for (; i + n <= waiting_; i += n) write(waits_ + i, n);
@@ -137,7 +137,7 @@ BLOCKSPARSE_INLINE Vector<typename E::Sum> finished(Vector<typename E::Sum> v, c
   return p.activation == Activation::kNone ? v : activated(v, p.activation);
 }
 
-// A vector's outputs, or fewer; whole cache lines past the caches if it `streams`.
+// Write up to a vector of outputs; whole cache lines bypass the caches if y `streams`.
 template <class E>
 BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool streams) {
   if (streams && count == kLanes<typename E::Sum> && sizeof *to == sizeof v[0] &&
@@ -150,7 +150,8 @@ BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, 
   }
 }
 
-// The sums [outputs, width] of the outputs from `first` on to y [tokens, outputs]; a vector's rows of room behind.
+// Write the sums [outputs, width] of the outputs from `first` on to y [tokens, outputs]. `sums` has a vector of rows to
+// spare.
 template <class E>
 void write_rows(const CsrRows& p, int64_t first, int64_t last, const typename E::Sum* sums) {
   using Sum = typename E::Sum;
@@ -235,7 +236,7 @@ void rows(const CsrRows& p) {
 
 // -- grad^T x on the connections -----------------------------------------------------------------------------------
 
-// The row of a connection.
+// Return the row of a connection.
 template <class Index>
 int64_t row_of(const Csr& matrix, int64_t connection) {
   const auto* start = static_cast<const Index*>(matrix.start);
@@ -251,7 +252,7 @@ int64_t row_of(const Csr& matrix, int64_t connection) {
   return low;
 }
 
-// kVectors 0: any number of whole vectors.
+// kVectors = 0 means any number of whole vectors.
 template <class E, class Index, int kWide, int kVectors>
 void sample(const CsrSamples& p) {
   using Sum = typename E::Sum;

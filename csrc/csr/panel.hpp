@@ -1,5 +1,5 @@
-// The packed panel [features, tokens] of the products of unstructured weights: parts of vectors for few tokens,
-// packing, and sums over tokens. For csr_kernels.cpp, once per instruction set.
+// The packed panel [features, tokens] of products with unstructured weights: parts of vectors for few tokens, packing,
+// and sums over tokens.
 #pragma once
 
 #include <type_traits>
@@ -28,7 +28,7 @@ BLOCKSPARSE_INLINE V read(const T* from) {
   return v;
 }
 
-// Keeps a value in a register, where the compiler would load it again for each instruction that uses it.
+// Keep a value in a register; the compiler would load it again for each instruction.
 template <class V>
 BLOCKSPARSE_INLINE V kept(V v) {
 #if defined(__x86_64__)
@@ -39,7 +39,7 @@ BLOCKSPARSE_INLINE V kept(V v) {
   return v;
 }
 
-// Transposes kWide x kWide numbers, as `transpose` does whole vectors.
+// Transpose kWide x kWide elements, as `transpose` does whole vectors.
 template <class T, int kWide>
 BLOCKSPARSE_INLINE void transpose_part(Part<T, kWide>* v) {
   if constexpr (kWide > 1) {
@@ -52,7 +52,7 @@ BLOCKSPARSE_INLINE void transpose_part(Part<T, kWide>* v) {
   }
 }
 
-// Calls `body` with the width as a constant, if it is a power of two below a vector.
+// Call `body` with the width as a constant, if it is a power of two below a vector.
 template <class T, int kWide, class Body>
 BLOCKSPARSE_INLINE bool with_part(int64_t width, Body body) {
   if constexpr (kWide < kLanes<T>) {
@@ -64,7 +64,7 @@ BLOCKSPARSE_INLINE bool with_part(int64_t width, Body body) {
 
 // -- sums -----------------------------------------------------------------------------------------------------------
 
-// The sums of a vector's number of vectors, each in its place of one.
+// Sum the lanes of as many vectors as a vector has lanes; sum i goes to lane i.
 template <class T>
 BLOCKSPARSE_INLINE Vector<T> totals(Vector<T>* v) {
   constexpr int n = kLanes<T>;
@@ -80,7 +80,7 @@ BLOCKSPARSE_INLINE Vector<T> totals(Vector<T>* v) {
   return v[0];
 }
 
-// Each connection's products of a few tokens, summed by halves.
+// Sum the products of a few tokens for each connection, by halves.
 template <class T, int kWide>
 BLOCKSPARSE_INLINE T total_of(const T* products) {
   if constexpr (kWide == 1) {
@@ -90,7 +90,7 @@ BLOCKSPARSE_INLINE T total_of(const T* products) {
   }
 }
 
-// The sum of each of `count` vectors or parts of one, up to a vector's number of them.
+// Sum the lanes of each of up to a vector's number of vectors or parts of vectors.
 template <class T, int kWide>
 BLOCKSPARSE_INLINE void totals_of(Part<T, kWide>* v, int64_t count, T* sums) {
   if constexpr (kWide == kLanes<T>) {

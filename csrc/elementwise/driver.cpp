@@ -13,7 +13,7 @@ namespace {
 
 constexpr decltype(&portable::select_elementwise) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_elementwise)};
 
-int64_t parts_of(int64_t count, int64_t part = kPartNumbers) { return (count + part - 1) / part; }
+int64_t parts_of(int64_t count, int64_t part = kPartNumbers) { return ceil_div(count, part); }
 
 template <class Run>
 void in_parts(int64_t count, const Run& run, int64_t part = kPartNumbers) {

@@ -1,5 +1,5 @@
-// Elementwise operations: dropout with the activation before it, ELUs of both signs, the step of an optimizer, products
-// of rows.
+// Elementwise ops: dropout with the activation before it, concatenated ELU, the momentum step of an optimizer, and
+// products of rows.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace blocksparse {
 
-// y = factor[code] x, where the code is drawn: 0 where a random number is below `least`, else 1 where x > 0, else 2.
+// y = factor[code] * x with a random code: 0 (dropped) if a random number is below `least`, else 1 if x > 0, else 2.
 struct DropoutForward {
   const void* x;
   void* y;
@@ -18,7 +18,7 @@ struct DropoutForward {
   uint16_t least;
 };
 
-// grad_x = factor[code] grad.
+// grad_x = factor[code] * grad.
 struct DropoutBackward {
   const void* grad;
   const uint8_t* code;
@@ -26,8 +26,8 @@ struct DropoutBackward {
   double factor[3];
 };
 
-// Of rows of x side by side, whose outputs have twice the features: y = scale [elu(x), elu(-x)], and its gradient.
-// Where one of two random numbers for each of x is below `least`, an output is dropped.
+// Concatenated ELU: y = scale * [elu(x), elu(-x)] for contiguous rows of x, so that y has twice the features; or its
+// gradient. Each output is dropped if its random number is below `least`.
 struct ConcatElu {
   int64_t features;
   const void *x, *grad;  // grad of the gradient only
@@ -38,24 +38,25 @@ struct ConcatElu {
 };
 constexpr int64_t kConcatEluPart = kPartNumbers / 2;
 
-// velocity = momentum velocity - rate grad; weight = keep weight + velocity.
+// velocity = momentum * velocity - rate * grad; weight = keep * weight + velocity.
 struct MomentumStep {
   void *weight, *velocity;
   const void* grad;
   double momentum, rate, keep;
 };
 
-// y = a b.
+// y = a * b.
 struct RowsProduct {
   InputRows a, b;
   OutputRows y;
 };
 
-// Of the numbers [first, last) of the part that begins at a multiple of kPartNumbers, or of a part of rows.
+// Each kernel computes the elements [first, last) of a part that begins at a multiple of kPartNumbers, or a part of
+// rows.
 struct ElementwiseKernels {
   void (*dropout_forward)(const DropoutForward&, int64_t first, int64_t last);
   void (*dropout_backward)(const DropoutBackward&, int64_t first, int64_t last);
-  // Of parts of kConcatEluPart.
+  // With parts of kConcatEluPart elements.
   void (*concat_elu_forward)(const ConcatElu&, int64_t first, int64_t last);
   void (*concat_elu_backward)(const ConcatElu&, int64_t first, int64_t last);
   void (*momentum_step)(const MomentumStep&, int64_t first, int64_t last);
@@ -65,10 +66,10 @@ struct ElementwiseKernels {
 void dropout_forward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutForward& dropout);
 void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutBackward& dropout);
 
-// Of x, or of grad and x if the gradient is given.
+// The forward pass, or the backward pass if `call.grad` is not null.
 void concat_elu(const InstructionSet& isa, DType dtype, int64_t rows, const ConcatElu& call);
 
-// Tensor i has counts[i] numbers.
+// Step all tensors; tensor i has counts[i] elements.
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
                     const std::vector<MomentumStep>& steps);
 

@@ -1,4 +1,4 @@
-// Elementwise operations, in one pass over memory.
+// Elementwise ops for one instruction set, in one pass over memory.
 #include "elementwise/elementwise.hpp"
 #include "isa/activation.hpp"
 #include "isa/element.hpp"
@@ -7,7 +7,7 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Eight generators of 64 bits side by side, SFC64 of Doty-Humphrey's PractRand.
+// Eight 64-bit SFC64 generators side by side (Doty-Humphrey, PractRand).
 struct Random {
   typedef uint64_t Lanes __attribute__((vector_size(64)));
   static constexpr int64_t kDraws = sizeof(Lanes) / sizeof(uint16_t);
@@ -31,7 +31,7 @@ struct Random {
   }
 };
 
-// As many small whole numbers as a vector of sums has lanes, between memory and lanes of the width of sums.
+// Convert as many small integers as a vector of sums has lanes, between memory and lanes.
 template <class Sum>
 struct Lanewise {
   using Wide = std::conditional_t<sizeof(Sum) == 8, uint64_t, uint32_t>;
@@ -93,8 +93,8 @@ void dropout_backward(const DropoutBackward& d, int64_t first, int64_t last) {
   });
 }
 
-// Calls run(i, count, at, kept) for vectors of x, whose outputs are the numbers at `at` and `at + features`, with masks
-// of those that are kept.
+// Call run(i, count, at, kept) for vectors of x: their outputs are at `at` and `at + features`, and `kept` masks the
+// outputs that are not dropped.
 template <class E, class Run>
 void in_both_signs(const ConcatElu& c, int64_t first, int64_t last, const Run& run) {
   using Codes = Lanewise<typename E::Sum>;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* kAxis = "all numbers of an axis";
 
-// Of each axis input, output, kernel, stride, padding and dilation; how far they are from zero is far from overflow.
+// Each axis is input, output, kernel, stride, padding, dilation. The bounds keep all products far from overflow.
 Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
   require(axes.size() == 3, kAxis);
   Patches patches = {};
@@ -31,8 +31,8 @@ Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
   return patches;
 }
 
-// A product where axes is empty, a convolution of images with an axis each otherwise: tokens are its outputs, and
-// the inputs of the plan theirs, those of all taps.
+// A linear product if `axes` is empty, else a convolution: its tokens are the outputs, and the plan's inputs are those
+// of all taps.
 void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::string& dtype,
                     const std::string& activation, int64_t tokens, const PyRows& x, uintptr_t values, uintptr_t scale,
                     uintptr_t sum, int64_t padded_out, uintptr_t bias, uintptr_t y,

@@ -16,15 +16,15 @@ namespace {
 
 constexpr decltype(&portable::select_int8) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_int8)};
 
-// Bytes of x that all rows of blocks meet before the next tokens: they stay in the cache of a core.
+// Bytes of quantized x that meet all rows of blocks before the next tokens: they stay in the cache of a core.
 constexpr int64_t kTokenBytes = 512 << 10;
 
-// Bytes of x in 8 bits at once, however many outputs a convolution has.
+// Most bytes of quantized x at a time, however many outputs a convolution has.
 constexpr int64_t kPanelBytes = 8 << 20;
 
 int64_t taps_of(const Patches& axes) { return axes[0].kernel * axes[1].kernel * axes[2].kernel; }
 
-// The inputs of one output, with zeros outside of the image. A pixel has `blocks` blocks of `bytes`.
+// Gather the inputs of one output, zeros outside of the image. A pixel has `blocks` blocks of `bytes` bytes.
 void gather(const Patches& axes, int64_t output, const char* x, int64_t blocks, int64_t bytes, char* to) {
   std::array<int64_t, 3> first;
   for (int a = 2; a >= 0; output /= axes[a--].output)

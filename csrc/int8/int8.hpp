@@ -1,4 +1,4 @@
-// The linear product of 8-bit numbers: x rounded token by token, W beforehand.
+// Linear products and convolutions of 8-bit numbers: x is quantized per token in each call, W beforehand.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 
 namespace blocksparse {
 
-// One row of x in 8 bits: number k is (to[k] - 128) * scale, in blocks of `padded` bytes.
+// One quantized row of x: element k is (to[k] - 128) * scale, in blocks of `padded` bytes.
 struct QuantizedRow {
   const void* from;
   int64_t blocks, block, padded;
@@ -17,7 +17,7 @@ struct QuantizedRow {
 
 // The outputs [begin, end) of one block row of y = activation(x W^T + bias), with x and W in 8 bits.
 struct Int8Piece {
-  int64_t blocks;      // in this row, one behind the other
+  int64_t blocks;      // in this row, contiguous
   const int32_t* col;  // [blocks], the block of inputs each one multiplies
   const int8_t* w;     // [blocks, steps, padded_out, 4]: 4 inputs a step
   const float* scale;  // [blocks, padded_out]
@@ -45,14 +45,15 @@ struct Int8Weights {
   int64_t padded_out;
 };
 
-// One axis of a convolution: output o meets at tap t the input o * stride - padding + t * dilation, where that is one.
+// One axis of a convolution: output o meets with tap t the input o * stride - padding + t * dilation, if that is
+// inside.
 struct PatchAxis {
   int64_t input, output, kernel, stride, padding, dilation;
 };
 using Patches = std::array<PatchAxis, 3>;
 
-// y = activation(x W^T + bias), x and y of a dtype other than float64. With patches, token t is not row t of x but the
-// inputs of output t: for each block of channels the `block_in` numbers are those of all taps, one behind the other.
+// y = activation(x W^T + bias); x and y are of any dtype but float64. With patches, token t stands for the inputs of
+// output t instead of row t of x: for each block of channels, the `block_in` elements of all taps in turn.
 void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t block_out, int64_t block_in,
                  int64_t tokens, Matrix x, const Patches* patches, const Int8Weights& weights, const void* bias,
                  void* y, int64_t out_features, const RowTasks& tasks);

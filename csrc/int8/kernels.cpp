@@ -1,8 +1,8 @@
-// The products of 8-bit numbers for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+// Products of 8-bit numbers for one instruction set (BLOCKSPARSE_ISA).
 //
-// Lanes are outputs. One step multiplies 4 inputs of a token, unsigned, with 4 signed weights of each output and adds
-// the products to an int32, exactly; a block's sums are scaled and added in float32. So all instruction sets agree, but
-// for inputs next to the middle between two integers, and reading the weights, once, is the time of few tokens.
+// Lanes are outputs. One step multiplies 4 unsigned inputs of a token with 4 signed weights of each output and adds the
+// products to an int32, exactly. The sum of a block is scaled and added in float32. So all instruction sets agree,
+// except on inputs halfway between two integers. With few tokens the time is that of reading the weights once.
 #include "int8/int8.hpp"
 #include "isa/activation.hpp"
 #include "isa/element.hpp"
@@ -17,16 +17,16 @@ namespace {
 
 using Sums = Vector<int32_t>;
 constexpr int kOutputs = kLanes<int32_t>;
-// Tokens and vectors of outputs of a tile: its sums in int32 and in float32 share the registers.
+// Tokens and vectors of outputs of a tile: its int32 and float32 sums share the registers.
 constexpr int kTileTokens = kTileRows == 8 ? 6 : 4;
-// Of rows without a larger number no factor fits float32: they count as 0.
+// Rows whose largest element is smaller count as 0, since the scale would leave the range of float32.
 constexpr float kLeast = 1e-36f;
 constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
 
-// sum + the products of 4 numbers of x, the same in all lanes, and of 4 weights in each lane.
+// Return sum + the products of 4 inputs, the same in all lanes, and 4 weights per lane.
 BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
 #if defined(__AVX512VNNI__)
-  // Not the intrinsic: GCC keeps the weights of a tile in memory for that, though registers are left.
+  // With the intrinsic GCC would keep the weights of a tile in memory, though registers are free.
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
   return sum;
 #elif defined(__AVX512F__)
@@ -47,8 +47,8 @@ BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
 #endif
 }
 
-// The sums of a tile to y, with scale, bias and activation. Apart, so that the constants of activations do not take the
-// registers of the tile's loop.
+// Write the sums of a tile to y with scale, bias and activation. A function of its own, so that the constants of
+// activations do not take registers from the loop of the tile.
 template <class E>
 __attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token, int64_t output, int tokens,
                                           int vectors, const float* sums) {
@@ -64,7 +64,7 @@ __attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token,
     });
 }
 
-// One tile of tokens and vectors of outputs, over all blocks of the row.
+// Compute one tile of tokens and vectors of outputs over all blocks of the row.
 template <class E, int kTokens, int kVectors>
 BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output) {
   using Floats = Vector<float>;
@@ -78,12 +78,12 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
     Sums sum[kTokens][kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      const Sums offset = load(piece.sum + lanes + v * kOutputs) * -128;  // as x has 128 more than it stands for
+      const Sums offset = load(piece.sum + lanes + v * kOutputs) * -128;  // since stored x is 128 too large
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) sum[t][v] = offset;
     }
-    // Two pointers for up to six tokens, few enough for all sums to stay in registers; blocks of a row lie one behind
-    // the other, so that the CPU fetches them by itself.
+    // Two pointers serve up to six tokens, which leaves registers for all sums. The blocks of a row are contiguous, so
+    // that the hardware prefetches them.
     const uint8_t* other = in + 3 * piece.x_stride;
     const int64_t stride = piece.x_stride, w_step = piece.padded_out * 4;
     for (int64_t s = 0; s < piece.steps; ++s, w += w_step, in += 4, other += 4) {
@@ -133,7 +133,7 @@ void int8_piece(const Int8Piece& piece) {
 
 typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
 
-// The last byte of each lane. Below AVX-512 GCC would convert lane by lane.
+// Take the lowest byte of each lane. Below AVX-512 GCC would convert lane by lane.
 template <int... I>
 BLOCKSPARSE_INLINE Bytes last_bytes(Vector<uint32_t> v, std::integer_sequence<int, I...>) {
 #if defined(__AVX512F__)
@@ -167,7 +167,7 @@ void quantize(const QuantizedRow& row) {
   *row.scale = largest / 127.0f + nothing;
   const float factor = largest > kLeast ? 127.0f / largest : 0.0f;
   const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
-    // Adding 1.5 * 2^23 rounds to an integer, to even in the middle, whose last byte is that of the sum.
+    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the lowest byte.
     const Floats rounded = v * factor + 12582912.0f;
     const Bytes found = last_bytes(bits<Vector<uint32_t>>(rounded) + 128, std::make_integer_sequence<int, n>{});
     memcpy(to, &found, count);
@@ -191,7 +191,7 @@ constexpr Int8Kernels table() {
 
 const Int8Kernels& select_int8(DType dtype) {
   static constexpr Int8Kernels float32 = table<Float32>(), bfloat16 = table<BFloat16>(), float16 = table<Float16>();
-  return by_dtype(dtype, float32, float32, bfloat16, float16);  // of float64 there is none: int8.cpp refuses it
+  return by_dtype(dtype, float32, float32, bfloat16, float16);  // float64 is refused by the driver
 }
 
 }  // namespace BLOCKSPARSE_ISA

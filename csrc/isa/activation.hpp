@@ -1,4 +1,4 @@
-// Bias and activation on sums that are still in the cache.
+// Activations and gates on vectors of sums.
 #pragma once
 
 #include <math.h>
@@ -9,7 +9,7 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// e^x = power (1 + rest), as in Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+// e^x = power * (1 + rest), as in Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 struct Exponential {
   Vector<float> power, rest;
 };
@@ -30,29 +30,30 @@ BLOCKSPARSE_INLINE Exponential exponential_parts(Vector<float> x) {
   return {bits<V>((bits<Vector<uint32_t>>(shifted) << 23) + 0x3f800000u), p * r * r + r};
 }
 
-// Within 2 ulp; NaN stays NaN.
+// e^x within 2 ulp; NaN stays NaN.
 BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
   const Exponential e = exponential_parts(x);
   return (e.rest + 1.0f) * e.power;
 }
 
-// e^x - 1, near 0 too.
+// e^x - 1, accurate near 0.
 BLOCKSPARSE_INLINE Vector<float> exponential_minus_1(Vector<float> x) {
   const Exponential e = exponential_parts(x);
   return e.power * e.rest + (e.power - 1.0f);
 }
 
-// The sigmoid of a gate: 0 where it would be subnormal, at -infinity too.
+// The sigmoid; results that would be subnormal are 0, also at -infinity.
 BLOCKSPARSE_INLINE Vector<float> logistic(Vector<float> x) {
   return x < -87.0f ? Vector<float>{} : 1.0f / (1.0f + exponential(-x));
 }
 
-// As PyTorch's: -0 where e^-x is out of range, NaN at -infinity.
+// x * sigmoid(x) as in PyTorch: -0 if e^-x overflows, NaN at -infinity.
 BLOCKSPARSE_INLINE Vector<float> silu(Vector<float> x) {
   return x / (x < -88.3f ? broadcast(__builtin_inff()) : 1.0f + exponential(-x));
 }
 
-// Cephes' tanhf, within 2 ulp: a polynomial where 1 - 2 / (e^2x + 1) would cancel; NaN stays NaN, and -0 is -0.
+// tanh as in Cephes' tanhf, within 2 ulp: a polynomial where 1 - 2 / (e^2x + 1) would cancel. NaN stays NaN, -0 stays
+// -0.
 BLOCKSPARSE_INLINE Vector<float> tangent(Vector<float> x) {
   using V = Vector<float>;
   const V size = x < 0.0f ? -x : x, square = x * x;
@@ -64,8 +65,8 @@ BLOCKSPARSE_INLINE Vector<float> tangent(Vector<float> x) {
   return size < 0.625f ? near : x < 0.0f ? -far : far;
 }
 
-// 1 - erf(x) to 1.2e-7 of itself: Press et al., Numerical Recipes in C (1992), section 6.2. One minus the error
-// function would lose all digits where GELU is small.
+// 1 - erf(x) with a relative error of 1.2e-7 (Press et al., Numerical Recipes in C, 1992, section 6.2). Computing erf
+// first would lose all digits where GELU is small.
 BLOCKSPARSE_INLINE Vector<float> complementary_error(Vector<float> x) {
   using V = Vector<float>;
   const V size = x < 0.0f ? -x : x;
@@ -97,7 +98,7 @@ BLOCKSPARSE_INLINE Vector<float> activated(Vector<float> x, Activation activatio
   return x;
 }
 
-// float64 is for checks, not for speed: it uses the math library's functions.
+// float64 is for checks, so it calls the math library.
 BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activation) {
   if (activation == Activation::kNone) return x;
   for (int i = 0; i < kLanes<double>; ++i) {

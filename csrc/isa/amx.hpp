@@ -1,8 +1,8 @@
-// The products of bfloat16 pairs on AMX tiles: 16 x 16 sums, 16 pairs deep, one instruction.
+// Products of bfloat16 pairs on AMX tiles: one instruction for 16 x 16 sums, 16 pairs deep.
 //
-// A (rows of weights, or of the transposed gradient) needs no packing in the forward product: a row of a block is a row
-// of pairs already. B is the packed panel, or the packed columns, that the vector kernels use too. Without AMX hardware
-// the same code can be built on emulated tiles, so that any AVX-512 CPU tests it.
+// A (rows of weights, or of the transposed gradient) needs no packing in the forward product, since a row of a block is
+// a row of pairs already. B is the packed panel, or packed columns, of the vector kernels. The same code can be built
+// on emulated tiles, so that any AVX-512 CPU tests it.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -41,8 +41,8 @@ static inline void emulated_store(const EmulatedTile& tile, void* to, int64_t st
     memcpy(static_cast<char*>(to) + r * stride, tile.unit[r], tile.columns * sizeof(uint32_t));
 }
 
-// TDPBF16PS (Intel's Software Developer's Manual, volume 2): fused multiply-adds of the lower and of the upper numbers,
-// each from 0; their total is added to the tile. It takes subnormal numbers as 0, as VDPBF16PS does.
+// TDPBF16PS (Intel's Software Developer's Manual, volume 2): separate fused multiply-adds of the lower and of the upper
+// numbers, starting from 0; their total is added to the tile. Subnormal numbers count as 0, as in VDPBF16PS.
 static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
   static_assert(kLanes<uint32_t> == kTile, "a row is a vector");
   for (int m = 0; m < c.rows; ++m) {
@@ -63,10 +63,11 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
 #define BLOCKSPARSE_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// Some compilers' tile intrinsics do not declare which memory they read: earlier writes must not move behind them.
+// The tile intrinsics of some compilers do not declare which memory they read, so that earlier stores might move behind
+// them.
 static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
-// Tiles 0..3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 A [rows, depth], 6 and 7 B [depth, columns].
+// Tiles 0 to 3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 hold A [rows, depth], 6 and 7 hold B [depth, columns].
 static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns) {
   struct {
     uint8_t palette, start_row, reserved[14];
@@ -101,7 +102,7 @@ struct TileTerms {
   int64_t a_row, a_step, b_row, b_step;
 };
 
-// kRows x kColumns tiles of sums, one below the other, columns at `sums[0]` and `sums[1]`.
+// Compute kRows x kColumns tiles of sums, row tiles one below the other, columns at `sums[0]` and `sums[1]`.
 template <int kRows, int kColumns>
 static inline void tile_square(const TileTerms& terms, int64_t first_row, bool add, float* const* sums,
                                int64_t sums_row) {
@@ -152,7 +153,8 @@ static inline void tile_columns(const TileTerms& terms, int64_t row_tiles, int c
 
 static inline bool fills_tiles(int64_t size) { return size <= kTile || size % kTile == 0; }
 
-// [depth, width] units, rows `from_row` apart, to [width, depth]; both whole tiles or less than one.
+// Transpose [depth, width] units, rows `from_row` apart, to [width, depth]. Both sizes are whole tiles or less than
+// one.
 static inline void transpose_units(const uint32_t* from, int64_t from_row, int64_t depth, int64_t width, uint32_t* to,
                                    int64_t to_row) {
   for (int64_t k = 0; k < depth; k += kTile)

@@ -1,7 +1,7 @@
-// The element types: how they are stored, what the register tile multiplies, what it accumulates in.
+// Element types: how they are stored, what the register tile multiplies, what it accumulates in.
 //
-// A Unit is what one lane holds at one step of a sum. For most types it is one number; where the CPU multiplies pairs
-// of bfloat16 it is a pair of neighbours along the sum (kPack = 2).
+// A Unit is what one lane holds at one step of a sum. It is one number for most types, and a pair of neighbours along
+// the sum (kPack = 2) where the CPU multiplies pairs of bfloat16.
 #pragma once
 
 #include "core/types.hpp"
@@ -15,7 +15,7 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
 template <class Real>
-struct Plain {  // float32 and float64, as they are
+struct Plain {  // float32 and float64
   using Storage = Real;
   using Unit = Real;
   using Sum = Real;
@@ -65,7 +65,7 @@ struct Float16Bits {
 #else
     const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
     if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    // Subnormal halves are normal floats, and must not be lost where subnormal floats count as 0.
+    // A subnormal half is a normal float, which must survive where subnormal floats count as 0.
     return bits<float>(sign | (rest < 0x400 ? bits<uint32_t>(float(rest) * 0x1p-24f) : (rest << 13) + 0x38000000));
 #endif
   }
@@ -119,7 +119,7 @@ struct Widened {  // 16 bits in memory, float32 in registers
   static constexpr bool kConvertsWeights = true;
   BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return Bits::widen(from); }
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { Bits::narrow(to, v); }
-  // Lane by lane, as two numbers that follow each other.
+  // Each lane holds two consecutive numbers.
   BLOCKSPARSE_INLINE Vector<uint32_t> pairs(Vector<Sum> low, Vector<Sum> high) { return Bits::pairs(low, high); }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
@@ -131,8 +131,8 @@ using BFloat16 = Widened<BFloat16Bits>;
 using Float16 = Widened<Float16Bits>;
 
 #if defined(BLOCKSPARSE_PAIRS)
-// What VDPBF16PS does (Intel's Software Developer's Manual, volume 2): two fused multiply-adds, that of the upper
-// numbers first. It always takes subnormal numbers as 0; here the thread decides (FlushSubnormals).
+// Emulates VDPBF16PS (Intel's Software Developer's Manual, volume 2): two fused multiply-adds, the upper numbers first.
+// The instruction always flushes subnormal numbers to 0; here the thread's mode decides (FlushSubnormals).
 BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<uint32_t> b, Vector<float> sum) {
 #if defined(BLOCKSPARSE_EMULATED_PAIRS)
   const Vector<float> upper =
@@ -144,7 +144,7 @@ BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<u
 }
 
 #if !defined(BLOCKSPARSE_EMULATED_PAIRS)
-// The first number of the lower half, the first of the upper one, and so on.
+// Interleave the lower and the upper half.
 BLOCKSPARSE_INLINE Vector<uint32_t> interleave_halves(__m512bh halves) {
   const Vector<uint32_t> lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Vector<uint32_t> from = lane | (lane + 16) << 16;
@@ -181,8 +181,8 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
 };
 #endif
 
-// Loads the first `count` numbers, followed by zeros. A whole vector is one load: GCC writes a copy of it to the stack
-// in halves, and reading that back as a whole stalls for 12 cycles on AVX2.
+// Load the first `count` elements, followed by zeros. A whole vector is one load: GCC would copy it through the stack
+// in halves, and reading these back stalls for 12 cycles on AVX2.
 template <class E>
 BLOCKSPARSE_INLINE Vector<typename E::Sum> read_units(const typename E::Storage* from, int64_t count) {
   if (count == kLanes<typename E::Sum>) return E::units(from);
@@ -191,7 +191,7 @@ BLOCKSPARSE_INLINE Vector<typename E::Sum> read_units(const typename E::Storage*
   return E::units(part);
 }
 
-// Stores, or adds, the first `count` numbers of a vector of sums. Without `add` a whole vector is one store.
+// Store, or add, the first `count` elements of a vector of sums. Without `add` a whole vector is one store.
 template <class E>
 BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
   constexpr int n = kLanes<typename E::Sum>;
@@ -206,7 +206,7 @@ BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::S
   memcpy(to, part, count * sizeof *part);
 }
 
-// Calls run(i, count) for the numbers [begin, end): whole vectors of sums, then what is left.
+// Call run(i, count) for the elements [begin, end): whole vectors of sums, then the rest.
 template <class E, class Run>
 BLOCKSPARSE_INLINE void in_vectors(int64_t begin, int64_t end, const Run& run) {
   constexpr int n = kLanes<typename E::Sum>;
@@ -214,7 +214,7 @@ BLOCKSPARSE_INLINE void in_vectors(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, end - begin);
 }
 
-// Row `row`, or null.
+// Return a pointer to a row, or null.
 template <class T>
 BLOCKSPARSE_INLINE const T* row_of(const InputRows& rows, int64_t row) {
   if (rows.index) row = rows.index[row];
@@ -226,7 +226,7 @@ BLOCKSPARSE_INLINE T* row_of(const OutputRows& rows, int64_t row) {
   return rows.data ? static_cast<T*>(rows.data) + row * rows.stride : nullptr;
 }
 
-// The table for a dtype, out of one for each.
+// Choose the table of a dtype.
 template <class Kernels>
 BLOCKSPARSE_INLINE const Kernels& by_dtype(DType dtype, const Kernels& float32, const Kernels& float64,
                                            const Kernels& bfloat16, const Kernels& float16) {

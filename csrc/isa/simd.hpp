@@ -1,6 +1,6 @@
-// Vectors of the width that this translation unit is compiled for, on the compiler's own vector types: one source
-// for SSE2, AVX2, AVX-512 and NEON. Everything here lives in the namespace of the instruction set, and uses no
-// library template that emits code: the linker must never merge a function compiled for a newer CPU into an older path.
+// Vectors of the width that this file is compiled for, on the compiler's vector types: one source for SSE2, AVX2,
+// AVX-512 and NEON. Everything is in the namespace of the instruction set, and uses no library template that emits
+// code: the linker must never merge a function compiled for a newer CPU into an older path.
 #pragma once
 
 #include <stdint.h>
@@ -67,8 +67,8 @@ BLOCKSPARSE_INLINE V bits(U value) {
   return v;
 }
 
-// A vector that is a cache line goes past the caches to an address aligned to it; others, which would write lines in
-// parts, do not.
+// Store a vector. If it fills a cache line, it bypasses the caches, and `to` must be aligned to it; smaller vectors
+// would write partial lines, so these are stored normally.
 template <class V>
 BLOCKSPARSE_INLINE void stream(void* to, V v) {
 #if defined(__AVX512F__)
@@ -85,8 +85,8 @@ BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequenc
   high = __builtin_shufflevector(a, b, (I % 2 ? n + n / 2 + I / 2 : n / 2 + I / 2)...);
 }
 
-// Of kRows vectors, as many as a vector has lanes or a part of them: the first lanes of all, side by side, then the
-// second ones. log2(kRows) rounds of interleaving row i with row i + kRows / 2.
+// Transpose kRows vectors (a vector's number of lanes, or fewer): the first lanes of all side by side, then the second
+// lanes. log2(kRows) rounds interleave row i with row i + kRows / 2.
 template <class T, int kRows = kLanes<T>>
 BLOCKSPARSE_INLINE void transpose(Vector<T>* v) {
 #pragma GCC unroll 4

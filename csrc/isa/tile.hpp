@@ -1,11 +1,11 @@
-// The register tile: the one inner loop of all CPU products.
+// The register tile: the inner loop of all CPU products.
 //
 //   sums[r][lane] += sum over terms t and steps k of  w[t][r * w_row + k * w_step] * x[t][k * x_step + lane]
 //
-// Weights are broadcast, one unit to a whole vector; x is read a vector at a time. In the forward and the transposed
-// product the lanes are tokens, the terms the blocks of a row; in the sampled product the lanes are input features of
-// blocks side by side, the steps tokens, and "w" is the gradient of the output. In convolutions the lanes are outputs,
-// the rows positions of an image that is read where it lies, and "w" is the image.
+// One unit of w at a time is broadcast to a vector; x is read a vector at a time. In the forward and transposed
+// products lanes are tokens and terms are the blocks of a row. In the sampled product lanes are input features of
+// neighbouring blocks, steps are tokens, and w is the gradient of the output. In convolutions lanes are outputs, rows
+// are positions of an image that is read in place, and w is the image.
 #pragma once
 
 #include "isa/element.hpp"
@@ -13,8 +13,8 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// How a tile finds its vectors of x: all of a term's side by side (and the terms after these fetched meanwhile, or
-// not), or each piece of each vector at an address of its own (one term only), a whole vector, a half or a quarter.
+// How a tile finds its vectors of x. kTerm: contiguous within each term; kStream: the same, and the next terms are
+// prefetched; the others (one term only): each whole, half or quarter vector at an address of its own.
 enum class Gather { kTerm, kStream, kVectors, kHalves, kQuarters };
 constexpr int pieces(Gather gather) { return gather == Gather::kHalves ? 2 : gather == Gather::kQuarters ? 4 : 1; }
 
@@ -25,7 +25,7 @@ struct Terms {
   const Unit* const* x;  // [count], or the pieces of the one term
   int count;
   int64_t w_row, w_step, x_step, steps;
-  // The terms after these, prefetched meanwhile: each tile of rows fetches a part of their bytes.
+  // The next terms, prefetched meanwhile: each tile of rows fetches a share of their bytes.
   const char* const* next_w;
   const char* const* next_x;
   int next_count;
@@ -37,7 +37,7 @@ BLOCKSPARSE_INLINE V join(Half low, Half high, std::index_sequence<I...>) {
   return __builtin_shufflevector(low, high, I...);
 }
 
-// The first kSize units from each address, one behind the other.
+// Join the first kSize units from each address.
 template <class Unit, int kSize, int kCount>
 BLOCKSPARSE_INLINE auto load_pieces(const Unit* const* x, int64_t offset) {
   typedef Unit Piece __attribute__((vector_size(kSize * kCount * sizeof(Unit))));
@@ -52,7 +52,7 @@ BLOCKSPARSE_INLINE auto load_pieces(const Unit* const* x, int64_t offset) {
   }
 }
 
-// A weight, which lies where the caller's values lie: a pair of numbers may begin at an odd one.
+// Load a weight from the caller's values, where a pair may be misaligned.
 template <class Unit>
 BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
   Unit unit;
@@ -60,7 +60,7 @@ BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
   return unit;
 }
 
-// Rows of the tallest tile of this width: enough sums that multiplications need not wait for each other.
+// Return the rows of the tallest tile of this width: enough sums to hide the latency of multiplications.
 constexpr int tile_rows(int64_t vectors) { return vectors == 1 ? 2 * kTileRows : kTileRows; }
 
 template <class E, int kRows, int kVectors, Gather kGather>
@@ -74,7 +74,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   const int64_t w_row = terms.w_row, tile = row / tile_rows(kVectors);
   for (int t = 0; t < terms.count; ++t) {
     const Unit* w = terms.w[t] + row * w_row;
-    // Tall tiles in two halves, whose rows share the registers that hold their distances.
+    // Tall tiles have two halves, whose rows share the registers of their offsets.
     constexpr int kHalf = kRows > 8 ? (kRows + 1) / 2 : kRows;
     const Unit* below = w + kHalf * w_row;
     const Unit* x = terms.x[t] + x_offset;
@@ -108,7 +108,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
     }
   }
 
-  // Added at the end, not carried through: sums of sums lose less to rounding than one long sum.
+  // Added at the end instead of carried through: sums of sums lose less to rounding than one long sum.
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -118,7 +118,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
     }
 }
 
-// All rows, in the tallest tiles, and what is left in lower ones.
+// Compute all rows in the tallest tiles, and the rest in lower ones.
 template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                             int64_t sums_row) {
@@ -142,12 +142,12 @@ static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_of
   column_of_tiles<E, 1, kGather>(terms, x_offset, rows, add, sums, sums_row);
 }
 
-// All rows, in tiles of about equal height: where rows are few and sums must not wait for each other.
+// Compute all rows in tiles of about equal height, for few rows, whose sums must not wait for each other.
 template <class E, int kVectors>
 static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                                  int64_t sums_row) {
   constexpr int kMost = kVectors == 3 ? kTileRows : kTileRows == 8 ? 14 : kVectors == 2 ? 6 : 8;
-  const int64_t tiles = (rows + kMost - 1) / kMost;
+  const int64_t tiles = ceil_div(rows, kMost);
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t r = rows * t / tiles;
     switch (rows * (t + 1) / tiles - r) {
@@ -175,12 +175,12 @@ static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_
   }
 }
 
-// Rows and vectors [0, vectors) of them.
+// Compute all rows of the vectors [0, vectors).
 template <class E>
 static void even_tiles(const Terms<E>& terms, int64_t vectors, int64_t rows, bool add, typename E::Sum* sums,
                        int64_t sums_row) {
   constexpr int n = kLanes<typename E::Sum>;
-  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  const int64_t columns = ceil_div(vectors, kTileVectors);
   for (int64_t c = 0; c < columns; ++c) {
     const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first, at = first * n;
     if (here == 3) column_of_even_tiles<E, 3>(terms, at, rows, add, sums + at, sums_row);

@@ -46,7 +46,7 @@ const Binding binding([](nb::module_& m) {
            nb::kw_only(), "features"_a, "block"_a, "transposed"_a, "start"_a.noconvert(), "col"_a.noconvert(),
            "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
            "task_start"_a.noconvert());
-  // By position: keyword arguments would take longer than a small product.
+  // Positional arguments: keywords would take longer than a small product.
   m.def("linear", &py_linear);
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
         "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a.noconvert(),

@@ -17,25 +17,27 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// From this many panels per thread on, and up to this size, each thread packs panels of its own.
+// If there are at least this many panels per thread, of at most this size, each thread packs its own panels.
 constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
-// Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
-// fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
+// Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
+// caches, fewer would write the values too often. 16-bit types pack all tokens at once, since sums over chunks would
+// round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
-// Outputs of neighbouring pieces that are written together, so that a token's are whole cache lines, one behind the
-// other; and the bytes of all outputs from which on they bypass the caches. What reads them next has to wait then, but
-// to make room for them, and to read what they replace, takes longer.
+// kOutputsAtOnce: outputs of neighbouring pieces that are written together, so that each token's are whole cache lines.
+// kStreamed: outputs of at least this many bytes bypass the caches. The next reader then has to wait, but making room
+// in the caches and reading the old lines would take longer.
 constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
-// What one packing task takes: features of a panel, and steps and features of a block column.
+// Work of one packing task: units of a panel; steps and features of block columns.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 
-// Tokens in panels of about equal width, each a whole number of vectors; `max_bytes` has the widest.
+// Tokens cut into panels of about equal width, each a whole number of vectors. `max_bytes` is the size of the widest
+// panel.
 struct Panels {
   int64_t tokens, lanes, vectors, count;
 
   Panels(int64_t tokens, const LinearKernels& kernels, int64_t max_bytes)
       : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
-    // What the caches do not hold is read less often in wider panels: the weights.
+    // If the weights do not fit the caches, wider panels read them less often.
     count = ceil_div(vectors, max_bytes > kPanelBytes ? 2 * kernels.max_vectors : kernels.max_vectors);
   }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
@@ -44,7 +46,7 @@ struct Panels {
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
-// x with each block of features `copies` times, one behind the other.
+// Copy x with each block of features repeated `copies` times.
 Matrix repeated(const Matrix& x, int64_t tokens, int64_t block, int64_t block_bytes, int64_t copies) {
   const int64_t blocks = x.features / block, size = block_bytes / block;
   char* to = static_cast<char*>(scratch(Scratch::kPanels, tokens * blocks * copies * block_bytes));
@@ -84,7 +86,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
                     panel,
                     width};
   };
-  // `count` outputs from `output` on, of the tokens from `token` on.
+  // Describe `count` outputs from `output` on, of `here` tokens from `token` on.
   const auto outputs_of = [&](void* sums, int64_t output, int64_t count, int64_t width, int64_t token, int64_t here) {
     return LinearOutputs{sums,
                          count,
@@ -105,7 +107,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
                                  outputs_of(nullptr, output_of(j), tasks.end[j] - tasks.begin[j], 0, 0, tokens));
     });
   }
-  // Of one task the outputs of a panel; `next_task` is probably what the thread computes then.
+  // Compute the outputs of one task for a panel. The thread will probably compute `next_task` next, so that is
+  // prefetched.
   const auto run_task = [&](int64_t task, int64_t next_task, int64_t token, int64_t here, const void* panel,
                             int64_t width) {
     const auto after = [&](int64_t piece) {
@@ -126,7 +129,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
                           advance(sums, (output_of(i) - output) * width * size_sum));
       kernels.write_outputs(outputs_of(sums, output, count, width, token, here));
     }
-    // The signal that a loop has ended does not order streamed stores.
+    // Streamed stores are not ordered by the end of a parallel loop.
     if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
   };
 

@@ -1,7 +1,7 @@
-// The product for a few tokens: too few to fill a vector, so that the time is that of reading the weights, once.
+// The product for a few tokens, too few to fill a vector: the time is that of reading the weights once.
 //
-// Forward, the lanes are inputs: each output is a dot product over its row of blocks, and its lanes are summed at the
-// end. Transposed, the lanes are outputs, which lie side by side in the blocks. x is read where it lies.
+// Forward, lanes are inputs: each output is a dot product over its row of blocks, whose lanes are summed at the end.
+// Transposed, lanes are outputs, which are contiguous in the blocks. x is read in place.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -12,12 +12,13 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// Of a few tokens, those whose sums are kept in registers together.
+// Tokens whose sums are kept in registers at the same time.
 constexpr int kTokensAtOnce = 4;
-// How many blocks before its use a block is fetched.
+// Blocks to look ahead when prefetching.
 constexpr int64_t kFetchAhead = 2;
 
-// How many rows of a block a vector of weights holds: 1, also where a row takes several; 2 or 4. 0: none of these.
+// Return how many rows of a block fill a vector of weights: 1 (also if a row fills several vectors), 2 or 4; 0 if the
+// block does not fit.
 template <class E>
 int64_t rows_in_vector(int64_t block_out, int64_t block_sum) {
   constexpr int64_t n = kLanes<typename E::Sum>, numbers = n * E::kPack;
@@ -33,8 +34,8 @@ int64_t few_tokens(int64_t tokens, int64_t block_out, int64_t block_sum, bool tr
   return transposed ? block_out % n == 0 : rows_in_vector<E>(block_out, block_sum);
 }
 
-// One tile of outputs and tokens, over all blocks of the piece's row. A row is `steps` vectors of weights: those of an
-// output, or one vector of several outputs of a narrow block.
+// Compute one tile of outputs and tokens over all blocks of the row. A row is `steps` vectors of weights: those of one
+// output, or one vector with several outputs of a narrow block.
 template <class E, int kRows, int kTokens>
 BLOCKSPARSE_INLINE void dot_tile(const RowPiece& piece, const typename E::Storage* values, int64_t steps,
                                  const typename E::Storage* x, typename E::Sum* sums, int64_t sums_token) {
@@ -82,8 +83,8 @@ void dot_rows(const RowPiece& piece, int64_t rows, int64_t steps, const typename
 #undef BLOCKSPARSE_ROWS
 }
 
-// Sums the lanes of vectors that hold the lanes of `kOutputs` outputs each: log2(lanes) rounds, of which the first,
-// where a vector holds several outputs, only sort. The outputs end up in order.
+// Sum the lanes of vectors that hold the lanes of `kOutputs` outputs each, in log2(lanes) rounds. If a vector holds
+// several outputs, the first rounds only sort. The outputs end up in order.
 template <class Sum, int kOutputs>
 BLOCKSPARSE_INLINE Vector<Sum> sum_lanes(Vector<Sum>* v) {
   constexpr int n = kLanes<Sum>;
@@ -109,8 +110,8 @@ BLOCKSPARSE_INLINE Vector<Sum> sum_lanes(Vector<Sum>* v) {
   return v[0];
 }
 
-// One tile of outputs and tokens of the transposed product. Odd steps of the sum have sums of their own, as a few sums
-// would wait for each other: whatever the number of tokens, so that a token's bits do not depend on it.
+// Compute one tile of outputs and tokens of the transposed product. Odd steps have sums of their own, since a few sums
+// would wait for each other. This holds for any number of tokens, so that the bits of a token do not depend on it.
 template <class E, int kVectors, int kTokens>
 BLOCKSPARSE_INLINE void spread_tile(const RowPiece& piece, const typename E::Storage* values,
                                     const typename E::Storage* x, typename E::Sum* sums, int64_t sums_token) {
@@ -165,7 +166,8 @@ void spread_outputs(const RowPiece& piece, const typename E::Storage* x, typenam
   for (; o < outputs; o += n) spread_tile<E, 1, kTokens>(piece, values + o, x, sums + o, sums_token);
 }
 
-// The sums of one token to y, with bias and activation. `outputs_of(o, count)` gives those of the outputs from o on.
+// Write the sums of one token to y with bias and activation. `outputs_of(o, count)` returns those of the outputs from o
+// on.
 template <class E, class OutputsOf>
 BLOCKSPARSE_INLINE void write_token(const LinearOutputs& outputs, int64_t token, const OutputsOf& outputs_of) {
   const auto* bias = static_cast<const typename E::Storage*>(outputs.bias);
@@ -191,7 +193,7 @@ void write_dots(const LinearOutputs& outputs, typename E::Sum* sums, int64_t sum
     });
 }
 
-// Calls run(std::integral_constant<int, count>, first) for the tokens, a few at once.
+// Call run(std::integral_constant<int, count>, first) for a few tokens at a time.
 template <class Run>
 BLOCKSPARSE_INLINE void tokens_at_once(int64_t tokens, const Run& run) {
   static_assert(kTokensAtOnce == 4, "one case for each rest");
@@ -202,7 +204,7 @@ BLOCKSPARSE_INLINE void tokens_at_once(int64_t tokens, const Run& run) {
   if (tokens - t == 1) run(std::integral_constant<int, 1>{}, t);
 }
 
-// The element whose vectors hold as many numbers as sums.
+// The element type whose vectors hold as many elements as vectors of sums.
 template <class E>
 struct SingleOf {
   using type = E;
@@ -214,7 +216,7 @@ struct SingleOf<BFloat16Pairs> {
 };
 #endif
 
-// `piece.panel` is x `[tokens, features]`, or its repeated copy, and `piece.width` the numbers from token to token.
+// `piece.panel` is x [tokens, features] or its repeated copy; `piece.width` is the distance between tokens in elements.
 template <class E>
 void few_tokens_piece(const RowPiece& piece, const LinearOutputs& outputs) {
   using Sum = typename E::Sum;

@@ -1,4 +1,4 @@
-// The linear products for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+// Linear products for one instruction set (BLOCKSPARSE_ISA).
 #include "core/parallel.hpp"
 #include "isa/element.hpp"
 #include "isa/tile.hpp"
@@ -11,9 +11,9 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Units of the sum taken together: this many inputs of a panel stay in the L1 cache while all outputs are computed.
+// Units summed at a time: these inputs of a panel stay in the L1 cache while all outputs are computed.
 constexpr int64_t kSumGroup = 64;
-// Steps of a sampled block taken together: its inputs and gradients stay in the L1 cache.
+// Steps of a sampled block at a time: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
 
 template <class E>
@@ -58,7 +58,7 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
   }
 }
 
-// Units [i, i + lanes) of one step: kPack rows of numbers, the second of which may be missing.
+// Return the units [i, i + lanes) of one step: kPack rows of numbers, the second of which may be missing.
 template <class E>
 Vector<typename E::Unit> step_units(const typename E::Storage* const* row, int64_t i) {
   if constexpr (E::kPack == 1) {
@@ -90,7 +90,7 @@ void pack_step(const typename E::Storage* const* row, int64_t count, typename E:
   for (; i < count; ++i) to[i] = step_unit<E>(row, i);
 }
 
-// kPieces blocks to a vector: read together, stored apart.
+// Pack kPieces blocks per vector: read together, stored apart.
 template <class E, int kPieces>
 void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
                         int64_t last_block) {
@@ -125,7 +125,8 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
   }
 }
 
-// How many blocks of this width fill a vector, where that is 2 or 4; otherwise 1: they take whole vectors, padded.
+// Return how many blocks of this width fill a vector: 2 or 4; otherwise 1, since blocks then take whole vectors,
+// padded.
 template <class E>
 int blocks_in_vector(int64_t block) {
   constexpr int n = kLanes<typename E::Sum>;
@@ -144,8 +145,8 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
 
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
 
-// Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first
-// output.
+// Where the tile finds the weights of a block: output r, step k is at [r * row + k * step] from the first output of the
+// piece.
 template <class E>
 struct BlockWeights {
   using Unit = typename E::Unit;
@@ -191,7 +192,7 @@ void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* 
   const char* next_x[kSumGroup];
   const int64_t block_bytes = piece.block_out * piece.block_sum * int64_t(sizeof(typename E::Storage));
   const Unit* panel = static_cast<const Unit*>(piece.panel);
-  const int64_t vectors = piece.width / kLanes<Unit>, columns = (vectors + kTileVectors - 1) / kTileVectors;
+  const int64_t vectors = piece.width / kLanes<Unit>, columns = ceil_div(vectors, kTileVectors);
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
     for (int64_t i = 0; i < count; ++i) {
@@ -253,14 +254,14 @@ void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
 
 // -- grad^T x on the layout -----------------------------------------------------------------------------------------
 
-// Features of a block in the packed x: a half or a quarter of a vector, or whole vectors.
+// Return the features of a block in packed x: half or a quarter of a vector, or whole vectors.
 template <class E>
 int64_t padded_in(int64_t block_in) {
   constexpr int n = kLanes<typename E::Sum>;
-  return blocks_in_vector<E>(block_in) > 1 ? block_in : (block_in + n - 1) / n * n;
+  return blocks_in_vector<E>(block_in) > 1 ? block_in : ceil_div(block_in, n) * n;
 }
 
-// As many blocks side by side as make a tile two or three vectors wide.
+// Return how many neighbouring blocks make a tile two or three vectors wide.
 template <class E>
 int64_t strip(int64_t block_in) {
   const int64_t padded = padded_in<E>(block_in), vector = kLanes<typename E::Sum>;
@@ -275,7 +276,7 @@ template <class E, Gather kGather>
 void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t vectors) {
   using Unit = typename E::Unit;
   constexpr int n = kLanes<Unit>, kPieces = pieces(kGather), size = n / kPieces;
-  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  const int64_t columns = ceil_div(vectors, kTileVectors);
   for (int64_t c = 0; c < columns; ++c) {
     const int64_t first_vector = vectors * c / columns, here = vectors * (c + 1) / columns - first_vector;
     const Unit* x[kTileVectors * kPieces];
@@ -332,7 +333,7 @@ void sampled_strip(const SampledStrip& strip) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
   const int64_t vectors = (strip.blocks * strip.padded_in + n - 1) / n, row = vectors * n;
-  // A vector more than the sums: the last pieces of the last row are read as whole vectors.
+  // One more vector than the sums, since the last pieces of the last row are read as whole vectors.
   const int64_t size = (strip.block_out * row + n) * int64_t(sizeof(Sum));
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
   if (strip.steps == 0) {
@@ -365,7 +366,7 @@ constexpr LinearKernels table(int max_vectors) {
 
 const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
 #if defined(BLOCKSPARSE_PAIRS)
-  // Panels of pairs take half the room: wider ones, since the transposed product pairs its weights once per panel.
+  // Panels of pairs take half the space, so they are wider: the transposed product pairs its weights once per panel.
 #if defined(BLOCKSPARSE_TILES)
   static constexpr LinearKernels pairs = table<BFloat16Pairs>(kPanelTiles);
 #else

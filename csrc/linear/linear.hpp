@@ -1,12 +1,12 @@
-// The linear products on packed panels: cutting tokens, packing, multiplying.
+// Linear products on packed panels. The driver cuts tokens into panels, packs and multiplies.
 #pragma once
 
 #include "core/types.hpp"
 
 namespace blocksparse {
 
-// A piece of one block row: the outputs [begin, end) of x W^T, from a packed panel of x. W is a list of blocks;
-// `transposed` blocks are stored [sum, output] instead of [output, sum].
+// The outputs [begin, end) of one block row of x W^T, from a packed panel of x. W is a list of blocks; `transposed`
+// blocks are stored [sum, output] instead of [output, sum].
 struct RowPiece {
   int64_t blocks;           // in this row
   const int32_t* col;       // [blocks], the block of inputs each one multiplies
@@ -15,11 +15,11 @@ struct RowPiece {
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;
   int64_t begin, end;  // outputs of the block row
-  const void* panel;   // [in_features / k_pack, width] units; of few tokens x itself
-  int64_t width;       // tokens of the panel, with padding; numbers of a row of x
+  const void* panel;   // [in_features / k_pack, width] units; x itself for few tokens
+  int64_t width;       // tokens of the padded panel; elements per row of x for few tokens
 };
 
-// y[tokens, outputs] = activation(sums + bias), of outputs that lie side by side.
+// y[tokens, outputs] = activation(sums + bias), for contiguous outputs.
 struct LinearOutputs {
   void* sums;  // [count, width]
   int64_t count, width, tokens;
@@ -27,10 +27,10 @@ struct LinearOutputs {
   Activation activation;
   void* y;  // of the first token and output
   int64_t y_stride;
-  bool streams;  // whole cache lines go past the caches
+  bool streams;  // whole cache lines bypass the caches
 };
 
-// A chunk of tokens, features cut into blocks, to [blocks, tokens / k_pack, padded] units, zeros behind.
+// Pack a chunk of tokens, with features cut into blocks, as [blocks, tokens / k_pack, padded] units, padded with zeros.
 struct BlockColumns {
   const void* from;  // of token 0, feature 0
   int64_t stride;
@@ -40,7 +40,7 @@ struct BlockColumns {
   int64_t to_stride;  // units from block to block
 };
 
-// Blocks of grad^T x that follow each other in one block row, summed over a chunk of tokens.
+// Consecutive stored blocks of one block row of grad^T x, summed over a chunk of tokens.
 struct SampledStrip {
   int64_t blocks;
   const int32_t* col;  // [blocks]
@@ -59,35 +59,34 @@ struct LinearKernels {
   size_t unit_size;
   void (*pack_panel)(const void* x, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit,
                      int64_t width, void* panel);
-  // sums [outputs, width]; `next` is fetched meanwhile, as it is probably computed next.
+  // Compute sums [outputs, width], and prefetch `next`, which is probably computed next.
   void (*row_piece)(const RowPiece&, const RowPiece& next, void* sums);
   void (*write_outputs)(const LinearOutputs&);
   void (*pack_block_columns)(const BlockColumns&, int64_t first_step, int64_t last_step, int64_t first_block,
                              int64_t last_block);
-  int64_t (*padded_in)(int64_t block_in);  // of the sampled product: a part of a vector, or whole vectors
-  int64_t (*strip)(int64_t block_in);      // blocks of a row that it takes at a time
+  int64_t (*padded_in)(int64_t block_in);  // for the sampled product: a part of a vector, or whole vectors
+  int64_t (*strip)(int64_t block_in);      // blocks of a row that it samples at a time
   void (*sampled_strip)(const SampledStrip&);
-  // For a few tokens, which need no panel: how often `few_tokens_piece` wants each block of x repeated, usually once; 0
-  // where panels are better, or blocks of this shape are not taken. It writes the outputs, too; of these the sums and
-  // their width are not used.
+  // For a few tokens, which need no panel. `few_tokens` returns how many copies of each block of x `few_tokens_piece`
+  // needs, usually one, or 0 if panels are faster or the blocks do not fit. `few_tokens_piece` writes the outputs too,
+  // so `sums` and `width` of LinearOutputs are not used.
   int64_t (*few_tokens)(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed);
   void (*few_tokens_piece)(const RowPiece&, const LinearOutputs&);
 };
 
-// Return the kernels of `dtype` for blocks that sum `block_sum` products per output: pairs of bfloat16 need an even
-// number.
+// Return the kernels of `dtype` for blocks with `block_sum` inputs. Pairs of bfloat16 need an even number.
 const LinearKernels& linear_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum);
 
-namespace avx512 {  // sets that multiply pairs use it for every other type
+namespace avx512 {  // used by sets with pairs for every other type
 const LinearKernels& select_linear(DType dtype, int64_t block_sum);
 }
 
-struct Matrix {  // [tokens, features], the features of a token side by side
+struct Matrix {  // [tokens, features], features contiguous
   const void* data;
   int64_t stride, features;
 };
 
-struct RowTasks {  // see RowPlan in plan.py
+struct RowTasks {  // see RowPlan in ops/cpu_plan.py
   const int64_t* start;
   const int32_t* col;
   const int64_t* position;
@@ -96,18 +95,18 @@ struct RowTasks {  // see RowPlan in plan.py
   int64_t tasks;
 };
 
-struct BlockTasks {  // see BlockPlan in plan.py
+struct BlockTasks {  // see BlockPlan in ops/cpu_plan.py
   const int32_t *row, *col;
   const int64_t* task_start;
   int64_t tasks;
 };
 
-// y = activation(x W^T + bias) with blocks [block_out, block_sum], or stored [block_sum, block_out] when transposed.
+// y = activation(x W^T + bias), with blocks [block_out, block_sum], or [block_sum, block_out] if transposed.
 void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
             int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
             int64_t out_features, const RowTasks& tasks);
 
-// values = the blocks of grad^T x.
+// values = the stored blocks of grad^T x.
 void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
                   Matrix grad, Matrix x, void* values, const BlockTasks& tasks);
 

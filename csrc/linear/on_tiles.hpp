@@ -1,4 +1,4 @@
-// The linear products of bfloat16 pairs on AMX tiles.
+// Linear products of bfloat16 pairs on AMX tiles.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -10,8 +10,8 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// The sums of a row piece; false where its sizes do not fill tiles. `prepare` gives a block's pairs [sum, output] of
-// the transposed product, in which A has to be transposed.
+// Compute the sums of a row piece; return false if its sizes do not fill tiles. `prepare` returns a block's pairs,
+// [sum, output] for the transposed product, whose A has to be transposed.
 template <class Prepare>
 static bool multiply_row_on_tiles(const RowPiece& piece, float* sums, Prepare prepare) {
   const int64_t rows = piece.end - piece.begin, units = piece.block_sum / 2;
@@ -42,14 +42,14 @@ static bool multiply_row_on_tiles(const RowPiece& piece, float* sums, Prepare pr
       }
       float* const to[2] = {sums + t, sums + t + kTile};
       tile_columns({a, {b[0], b[1]}, count, units / depth, units, depth, piece.width, depth * piece.width},
-                   (rows + kTile - 1) / kTile, columns, first > 0, to, piece.width);
+                   ceil_div(rows, kTile), columns, first > 0, to, piece.width);
     }
   }
   release_tiles();
   return true;
 }
 
-// The sums of a strip of sampled blocks; false where its sizes do not fill tiles.
+// Compute the sums of a strip of sampled blocks; return false if its sizes do not fill tiles.
 [[maybe_unused]] static bool sample_on_tiles(const SampledStrip& strip, float* sums, int64_t sums_row) {
   const int64_t rows = strip.block_out, width = smaller(kTile, strip.padded_in);
   if (!fills_tiles(rows)) return false;
@@ -71,7 +71,7 @@ static bool multiply_row_on_tiles(const RowPiece& piece, float* sums, Prepare pr
         to[c] = sums + block * strip.padded_in + at;
       }
       tile_columns({&a, {&b[0], &b[1]}, 1, steps, strip.steps, depth, strip.padded_in, depth * strip.padded_in},
-                   (rows + kTile - 1) / kTile, columns, first > 0, to, sums_row);
+                   ceil_div(rows, kTile), columns, first > 0, to, sums_row);
     }
   }
   release_tiles();

@@ -1,8 +1,7 @@
-// The sums of a linear product on their way to memory: bias, activation, and from [outputs, tokens] to [tokens,
+// Write the sums of a linear product: bias, activation, and the transposition from [outputs, tokens] to [tokens,
 // outputs].
 //
-// What is turned are units of 4 bytes, of 16-bit types two outputs each: half the work, and whole cache lines of a
-// token.
+// Units of 4 bytes are transposed, two outputs each for 16-bit types: half the work, and whole cache lines of a token.
 #pragma once
 
 #include "isa/activation.hpp"
@@ -12,7 +11,7 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// A vector of tokens of the output `sums` points to, or of that and the next, as they lie in memory.
+// Read a vector of tokens of one output, or of two neighbouring ones, in the order of memory.
 template <class E>
 BLOCKSPARSE_INLINE auto output_units(const typename E::Sum* sums, int64_t width) {
   if constexpr (sizeof(typename E::Storage) == 2) {
@@ -22,7 +21,7 @@ BLOCKSPARSE_INLINE auto output_units(const typename E::Sum* sums, int64_t width)
   }
 }
 
-// kUnits units of up to a vector of tokens. Whole vectors go past the caches if y `streams`.
+// Write kUnits units of up to a vector of tokens. Whole vectors bypass the caches if y `streams`.
 template <class E, int kUnits>
 void turn_outputs(const typename E::Sum* sums, int64_t width, int64_t tokens, typename E::Storage* y, int64_t stride,
                   bool streams) {

@@ -1,4 +1,4 @@
-// The tasks of a row product, as Python holds them.
+// The tasks of a row product, held by Python.
 #pragma once
 
 #include <nanobind/stl/pair.h>
@@ -11,8 +11,8 @@ namespace blocksparse {
 // (outputs, inputs)
 using Sizes = std::pair<int64_t, int64_t>;
 
-// The tasks of a product, compared with its sizes once and kept: taking them from Python in each call would be a
-// quarter of a small product's time. The arrays live as long as this does.
+// The tasks of a product, checked once and kept: passing the arrays in each call would be a quarter of the time of a
+// small product. The arrays live as long as this object.
 struct PyRowTasks {
   Sizes features, block;
   bool transposed;  // whether a block's values are stored [inputs, outputs]

@@ -35,7 +35,7 @@ void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t
 }
 
 const Binding binding([](nb::module_& m) {
-  // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
+  // Positional arguments: keywords would take longer than a small step.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);
 });

@@ -1,4 +1,4 @@
-// The gates of one LSTM step, forward and backward: one pass over memory, everything between in registers.
+// The gates of one LSTM step, forward and backward, in one pass over memory.
 #include "isa/activation.hpp"
 #include "isa/element.hpp"
 #include "lstm_gates/lstm_gates.hpp"

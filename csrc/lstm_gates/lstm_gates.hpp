@@ -1,12 +1,12 @@
-// The gates of one LSTM step: rows and features cut into parts, shared among threads.
+// The gates of one LSTM step. Threads share parts of rows and features.
 #pragma once
 
 #include "core/types.hpp"
 
 namespace blocksparse {
 
-// One step of an LSTM: c_out = f c + i g, h = o tanh(c_out), with the gates i, f, g, o of gain z + add. z, add, gain
-// and gates have 4 `hidden` features, the states c are in the type of sums.
+// One LSTM step: c_out = f c + i g and h = o tanh(c_out), with the gates i, f, g, o from gain * z + add. z, add, gain
+// and gates have 4 * `hidden` features; the states c are in the type of sums.
 struct GatesForward {
   int64_t hidden;
   InputRows z, add;  // add may be null
@@ -15,8 +15,8 @@ struct GatesForward {
   OutputRows h, c_out, gates;  // gates may be null
 };
 
-// Its gradients at gain z + add and at the state before, from those at h (grad_h + grad_y) and at c. Each of these may
-// be null.
+// The gradients at gain * z + add and at the state before, from the gradients at h (grad_h + grad_y) and at c. Each of
+// these three may be null.
 struct GatesBackward {
   int64_t hidden;
   InputRows gates, c_before, c, grad_h, grad_y, grad_c;

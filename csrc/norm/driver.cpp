@@ -12,15 +12,15 @@ namespace {
 
 constexpr decltype(&portable::select_norm) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_norm)};
 
-// Numbers of the longest vector, of which parts of features are whole ones.
+// Lanes of the longest vector: parts of features are multiples of it.
 constexpr int64_t kWhole = 16;
 
-// Calls run(first, last) for parts of `count` rows, or features, of `size` numbers each.
+// Call run(first, last) for parts of `count` rows, or features, of `size` elements each.
 template <class Run>
 void in_parts_of(int64_t count, int64_t size, int64_t whole, const Run& run) {
   if (size == 0) return;
   const int64_t part = std::max<int64_t>(kPartNumbers / size / whole * whole, whole);
-  parallel_tasks((count + part - 1) / part, [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
+  parallel_tasks(ceil_div(count, part), [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Layer norms of rows that stay in the innermost cache while they are read several times.
+// Layer norms for one instruction set. Rows stay in the L1 cache while they are read several times.
 #include <math.h>
 
 #include "isa/element.hpp"
@@ -8,8 +8,8 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// The sum of term(i, count) over the numbers [0, features), in an order that depends on their number alone. Four sums
-// side by side, as each addition waits for the one before.
+// Sum term(i, count) over the elements [0, features), in an order that depends on `features` alone. Four sums run side
+// by side, since each addition waits for the one before.
 template <class E, class Term>
 BLOCKSPARSE_INLINE typename E::Sum sum_of(int64_t features, const Term& term) {
   using Sum = typename E::Sum;

@@ -1,17 +1,17 @@
-// Layer norms: rows shared among threads, and then, for the gradients of gains and biases, features.
+// Layer norms. Threads share rows and then, for the gradients of gains and biases, features.
 #pragma once
 
 #include "core/types.hpp"
 
 namespace blocksparse {
 
-// Layer norms: n = (x - mean) / deviation of each group of `features` numbers that lie side by side in a row, and
-// y = (gain n + bias) factor + term, of which a relu leaves what is positive. Gain and bias have the numbers of a row.
+// n = (x - mean) / deviation over each group of `features` contiguous elements of a row, and y = (gain * n + bias) *
+// factor + term, with an optional relu. Gain and bias have the elements of a row.
 struct NormForward {
   int64_t features, groups;
   double epsilon;  // added to the variance
   InputRows x;
-  OutputRows normed;        // n, which may take the place of x; or null
+  OutputRows normed;        // n; may be in place of x, or null
   void* scale;              // [rows, groups], 1 / deviation in the type of sums; or null
   const void *gain, *bias;  // these and what follows are for y
   InputRows factor, term;   // each may be null
@@ -19,7 +19,7 @@ struct NormForward {
   OutputRows y;  // or null
 };
 
-// The gradients at x, at the factor, and at gain n + bias, which is that at the term too.
+// The gradients at x, at the factor, and at gain * n + bias, which equals the gradient at the term.
 struct NormBackward {
   int64_t features, groups;
   InputRows grad;  // at y
@@ -36,7 +36,8 @@ struct NormBackward {
 struct NormKernels {
   void (*forward)(const NormForward&, int64_t first_row, int64_t last_row);
   void (*backward)(const NormBackward&, int64_t first_row, int64_t last_row);
-  // Behind it: those of gains and biases, summed over all rows, for the numbers [first, last) of a row.
+  // Run after `backward`: sums the gradients of gains and biases over all rows, for the elements [first, last) of a
+  // row.
   void (*sums)(const NormBackward&, int64_t rows, int64_t first, int64_t last);
 };
 

@@ -18,7 +18,7 @@ namespace blocksparse {
 
 namespace {
 
-// A weight: the address of its values, and the tasks of its product.
+// The address of a weight's values, and the tasks of its product.
 using PyWeight = std::tuple<uintptr_t, const PyRowTasks*>;
 
 RecurrentWeight weight_of(const PyWeight& weight, int64_t out, int64_t in, bool transposed) {
@@ -42,7 +42,7 @@ InputRows indexed_input(const PyRows& rows, uintptr_t index) {
   return {pointer(rows.first), rows.second, static_cast<const int64_t*>(pointer(index))};
 }
 
-// The weights are those of the gates and, of a multiplicative LSTM, of the state.
+// `weights` has the weight of the gates and, for a multiplicative LSTM, the weight of the state.
 void py_lstm_forward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
                      const Index<int64_t>& step, bool reverse, const std::vector<PyWeight>& weights, uintptr_t z,
                      const PyRows& pre, uintptr_t index, const PyRows& h_before, const PyRows& h_after,
@@ -92,7 +92,7 @@ void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t 
   trim_scratch();
 }
 
-// The weights are those of the units' steps, then that of the gates.
+// `weights` has the weights of the internal steps, then the weight of the gates.
 SmallWorldWeights small_world_weights(const std::vector<PyWeight>& weights, int64_t hidden, bool transposed,
                                       uintptr_t gains, uintptr_t biases) {
   require(weights.size() >= 2, "two weights or more");

@@ -1,4 +1,4 @@
-// All steps of a recurrence with an LSTM's gates in one call: what goes into the gates, and the gates, in turn.
+// All steps of a recurrence with LSTM gates in one call.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace blocksparse {
 
-// Step t has the rows [start[t], start[t + 1]) of all data, never more than the step before.
+// Step t has the rows [start[t], start[t + 1]) of all data, and never more rows than the step before.
 struct TimeSteps {
   const int64_t* start;  // [count + 1]
   int64_t count;
@@ -18,7 +18,7 @@ struct TimeSteps {
   int64_t rows(int64_t t) const { return start[t + 1] - start[t]; }
 };
 
-// A weight `[out, in]` and the tasks of its product x W^T, or if it is transposed of x W.
+// A weight [out, in] and the tasks of its product x W^T, or x W if transposed.
 struct RecurrentWeight {
   int64_t out, in, block_out, block_in;
   const void* values;
@@ -26,12 +26,12 @@ struct RecurrentWeight {
   RowTasks tasks;
 };
 
-// y, without gaps between its rows, is the product of these rows.
+// y = the product of these rows, contiguous.
 void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight, int64_t rows, const InputRows& x,
              void* y);
 
-// A state on its way: what the steps take and what they leave, `[rows, hidden]`. `final` is that of each sequence, and
-// null where what one step leaves is what the next one takes, in the same memory.
+// A state through time: the state before and after each step, [rows, hidden]. `final` is the last state of each
+// sequence; null if each step reads its input where the step before wrote its output.
 struct StatePath {
   OutputRows before, after;
   void* final;  // [batch, hidden]
@@ -52,20 +52,20 @@ struct GatedBackward {
   OutputRows grad_pre;    // at gain z + add
 };
 
-// The rows of one step: `count` of them, the first of which is row `at` of all data.
+// The rows of one step: `count` rows from row `at` on.
 struct StepRows {
   int64_t at, count;
 };
 
-// `z_of` computes the z `[rows, 4 hidden]` of a step from the h that it takes.
+// `z_of` computes z [rows, 4 hidden] of a step from its h.
 void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
                    const std::function<InputRows(StepRows)>& z_of);
 
-// `to_h` writes the gradient at the h that a step takes into `grad_h`, from that in `grad_pre`.
+// `to_h` writes the gradient at the h that a step reads into `grad_h`, from `grad_pre`.
 void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedBackward& data,
                     const std::function<void(StepRows)>& to_h);
 
-// What a multiplicative LSTM has besides: its weight's product is that of m = factor * of_h, where of_h = h M^T.
+// A multiplicative LSTM multiplies its weight with m = factor * of_h instead of h, where of_h = h M^T.
 struct MultipliedForward {
   RecurrentWeight weight;  // M
   InputRows factor;
@@ -79,7 +79,7 @@ struct MultipliedBackward {
   OutputRows grad_factor, grad_of_h;
 };
 
-// z is working memory, `[batch, 4 hidden]`; `multiplied` null for an LSTM.
+// z [batch, 4 hidden] is working memory; `multiplied` is null for a plain LSTM.
 void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                   const GatedForward& data, void* z, const MultipliedForward* multiplied);
 

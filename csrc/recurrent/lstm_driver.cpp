@@ -7,8 +7,8 @@
 namespace blocksparse {
 namespace {
 
-// Passes on what a step of `rows` rows left. Sequences that are over keep their final state; those that have not begun,
-// their initial one.
+// Pass the state on from one step to the next. Sequences that have ended keep their final state; those that have not
+// begun keep their initial state.
 void advance(const StatePath& state, int64_t hidden, int64_t size, StepRows step, StepRows next) {
   char* final = static_cast<char*>(state.final);
   if (!final) return;

@@ -1,4 +1,4 @@
-// All steps of a small-world LSTM in one call: within each, products with a layer norm behind them, then the gates.
+// All steps of a small-world LSTM in one call. Each step runs products with layer norms, then the gates.
 #pragma once
 
 #include <vector>
@@ -7,18 +7,19 @@
 
 namespace blocksparse {
 
-// The weights W1 to Wdepth and that of the gates, and the gains and biases of the norms, one behind the other.
+// The weights W1 to Wdepth and that of the gates, and the concatenated gains and biases of the norms.
 struct SmallWorldWeights {
   std::vector<RecurrentWeight> weights;
   const void *gains, *biases;  // [(depth + 4) hidden]
 };
 
-// Numbers of each norm and what the next product takes. `keep`: of all rows, else those of one step, n of them.
+// Intermediate results of each norm, and the input of the next product: n rows, which are all rows if `keep`, else
+// those of one step.
 struct SmallWorldNorms {
   bool keep;
-  void *z, *z_scale;     // [n, 4 hidden], the norm's; [n, 4]
+  void *z, *z_scale;     // [n, 4 hidden]; [n, 4]
   void *normed, *given;  // [depth, n, hidden]
-  void* scale;           // [depth, n]; like `normed` and `z_scale` null unless they are kept
+  void* scale;           // [depth, n]; null without `keep`, as `normed` and `z_scale`
 };
 
 struct SmallWorldForward {
@@ -36,8 +37,8 @@ struct SmallWorldBackward {
   SmallWorldNorms norms;     // those of all rows
   void *grad, *grad_affine;  // [batch, hidden], working memory
   OutputRows grad_factor, grad_term;
-  void* grad_z;                    // [rows, 4 hidden], at the product of the gates
-  void* grad_taken;                // [depth, rows, hidden], at the other ones
+  void* grad_z;                    // [rows, 4 hidden], at the output of the gates' product
+  void* grad_taken;                // [depth, rows, hidden], at the outputs of the other products
   void *grad_gains, *grad_biases;  // [(depth + 4) hidden] in the type of sums; added to
 };
 

@@ -5,12 +5,12 @@
 namespace blocksparse {
 namespace {
 
-// Where the rows of a step are in what is kept of each product, `n` rows of each.
-struct Kept {
+// Where the rows of a step are in the kept results of each product, which have `n` rows each.
+struct KeptRows {
   const SmallWorldNorms& norms;
   int64_t hidden, size, wide, n, at;
 
-  Kept(const SmallWorldNorms& norms, DType dtype, int64_t hidden, const TimeSteps& steps, StepRows step)
+  KeptRows(const SmallWorldNorms& norms, DType dtype, int64_t hidden, const TimeSteps& steps, StepRows step)
       : norms(norms),
         hidden(hidden),
         size(size_of(dtype)),
@@ -31,7 +31,7 @@ void small_world_forward(const InstructionSet& isa, DType dtype, const TimeSteps
   const int64_t hidden = data.hidden, size = size_of(dtype), depth = int64_t(weights.weights.size()) - 1;
   const InputRows none = {nullptr, 0}, y = {units.y, hidden};
   gated_forward(isa, dtype, steps, data, [&](StepRows step) {
-    const Kept kept(units.norms, dtype, hidden, steps, step);
+    const KeptRows kept(units.norms, dtype, hidden, steps, step);
     InputRows x = read_only(from(data.h.before, step.at, size));
     for (int64_t k = 0; k < depth; ++k) {
       const OutputRows given = kept.units(units.norms.given, k);
@@ -45,7 +45,7 @@ void small_world_forward(const InstructionSet& isa, DType dtype, const TimeSteps
     }
     const OutputRows z = kept.z(units.norms.z);
     product(isa, dtype, weights.weights[depth], step.count, x, z.data);
-    // The gates themselves take gain and bias.
+    // The gates apply gain and bias themselves.
     norm_forward(isa, dtype, step.count,
                  {hidden, 4, units.epsilon, read_only(z), z, kept.z_scale(), nullptr, nullptr, none, none, false,
                   OutputRows{nullptr, 0}});
@@ -60,7 +60,7 @@ void small_world_backward(const InstructionSet& isa, DType dtype, const TimeStep
   const int64_t depth = int64_t(weights.weights.size()) - 1;
   const InputRows none = {nullptr, 0}, grad = {units.grad, hidden};
   gated_backward(isa, dtype, steps, data, [&](StepRows step) {
-    const Kept kept(units.norms, dtype, hidden, steps, step);
+    const KeptRows kept(units.norms, dtype, hidden, steps, step);
     const auto norm = [&](int64_t k) {
       const int64_t offset = k * hidden;
       NormBackward norm = {};
