@@ -1,17 +1,16 @@
-"""Networks of up to 100 million neurons, trained one after the other: memory and time, and that both grow linearly.
+"""Measure memory and time of training truly sparse networks with up to 100 million neurons; both grow linearly.
 
     python benchmarks/extreme.py                        all sizes, hours on two cores
-    python benchmarks/extreme.py --neurons 1M,5M        some; the file keeps its other sizes
-    python benchmarks/extreme.py --seeds 0,1,2          several of each
-    python benchmarks/extreme.py --quick                a small one, to see that it runs; writes nothing
+    python benchmarks/extreme.py --neurons 1M,5M        some sizes; results of the others are kept
+    python benchmarks/extreme.py --seeds 0,1,2          several seeds for each size
+    python benchmarks/extreme.py --quick                a small one, to try the program; writes nothing
 
-Refuses sizes that do not fit into memory, with numbers. After each run the table is written: to
-docs/results/extreme.md, with JSON and a picture next to it. Runs that are in that file are not made again.
+Sizes that do not fit into memory are refused, with the bytes that they need. After each run the table is written to
+docs/results/extreme.md, with JSON and a picture next to it. Runs that are in that file are not repeated.
 
 A run is that of `blocksparse train mlp --neurons N`: 65,536 synthetic inputs, of which 512 carry the class, four hidden
 layers, two classes, SET with epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a
-process of its own, of which the memory is given phase by phase, as the high-water mark of the system, Python and
-PyTorch included.
+process of its own. Memory is recorded per phase, as the system's high-water mark, including Python and PyTorch.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ OUT = Path(__file__).parents[1] / "docs" / "results" / "extreme.json"
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
 
-# A process takes a third of it before it has a net, and smaller nets leave holes in its heap. Runs of 10 to
-# 100 million neurons took 71 bytes per connection at most beyond that, with the half neuron that comes with each.
+# MIN_BYTES: a process without a net takes a third of it, and small nets leave holes in its heap. Beyond it, runs of 10
+# to 100 million neurons took at most 71 bytes per connection, including half a neuron for each.
 MIN_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 72
-# Its checkpoints: the new one is written before the old one goes.
+# Two checkpoints: the new one is written before the old one is deleted.
 DISK_PER_CONNECTION = 2 * 18
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -60,10 +59,10 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Extreme:
-    """One run: about this number of inputs, hidden neurons and outputs, rows to train and to test on.
+class ExtremeRun:
+    """One run: the approximate number of inputs, hidden neurons and outputs, and the rows to train and to test on.
 
-    >>> Extreme(50_000_000).sizes, Extreme(50_000_000).connections
+    >>> ExtremeRun(50_000_000).sizes, ExtremeRun(50_000_000).connections
     ((65536, 12483616, 12483616, 12483616, 12483616, 2), 99934466)
     """
 
@@ -87,20 +86,20 @@ class Extreme:
 
     @property
     def predicted(self) -> int:
-        """An upper bound on the peak memory, in bytes."""
+        """An upper bound on the peak memory in bytes."""
         return MIN_BYTES + BYTES_PER_CONNECTION * self.connections
 
 
 @dataclass
-class Found:
-    """The result of one run, ready for JSON.
+class RunResult:
+    """The result of one run, for JSON.
 
     Args:
-        neurons, connections, sizes: of the net, as it was made.
+        neurons, connections, sizes: of the net as it was built.
         predicted: bytes.
-        peak: bytes at the highest, by phase; `resident` those after it.
-        seconds: by phase, in the median; of "train" those of a step; of an "epoch" with its evolution.
-        losses: means of the first and the last quarter of the steps.
+        peak: largest bytes by phase; `resident` are the bytes after it.
+        seconds: median by phase; "train" is a step, "epoch" an epoch with its evolution.
+        losses: means over the first and the last quarter of the steps.
         held_out: errors in % after each epoch.
     """
 
@@ -118,11 +117,11 @@ class Found:
 
     @property
     def most(self) -> int:
-        """Bytes at the highest of all phases."""
+        """The largest bytes of all phases."""
         return max(self.peak.values())
 
     @property
-    def which(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int]:
         return self.run["neurons"], self.run["seed"]
 
 
@@ -130,7 +129,7 @@ class Found:
 
 
 class Phases(Callback):
-    """Memory and seconds of the phases of a training; within another phase, that one's marks are without it.
+    """Records memory and seconds of the phases of a training; an outer phase does not count its inner ones.
 
     >>> phases = Phases()
     >>> with phases.phase("build"):
@@ -158,7 +157,7 @@ class Phases(Callback):
             self._open.pop()
 
     def _mark(self) -> None:
-        """The high-water mark since the last one is of the phase that is open."""
+        """Count the high-water mark since the last call for the innermost open phase."""
         if self._open:
             name = self._open[-1]
             self.resident[name] = process_bytes("VmRSS")
@@ -166,8 +165,8 @@ class Phases(Callback):
         reset_peak()
 
 
-def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
-    """Trains in a folder, and measures this process while it does."""
+def train(spec: ExtremeRun, run: str | Path, say: Say = lambda text: None) -> RunResult:
+    """Train in a folder, and measure this process meanwhile."""
     phases = Phases()
     recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch, seed=spec.seed)
     data = mlp.extreme_data(spec.rows, spec.tested, spec.seed)
@@ -192,10 +191,10 @@ def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found
             last = f"{duration(phases.seconds['train'][-1])} a step, {process_bytes('VmRSS') / 2**30:.2f} GiB"
             say(f"{at}: loss {losses[-1]:.3f}, {last}")
     quarter = max(1, len(losses) // 4)
-    # In the median, one of many steps may have an evolution before it.
+    # The median of many steps ignores the one after an evolution.
     seconds = {name: float(np.median(phases.seconds.get(name, [0.0]))) for name in PHASES}
     seconds["epoch"] = seconds["train"] * task.steps_per_epoch + seconds["evolve"]
-    return Found(
+    return RunResult(
         neurons=sum(model.sizes),
         connections=connections,
         sizes=list(model.sizes),
@@ -211,24 +210,24 @@ def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found
 
 
 def run_here(spec: str, out: str) -> None:
-    """In the process of a run: its result goes to a file, what is to be said to the standard output."""
+    """Run in the process of a run: write the result to a file and progress to the standard output."""
     with tempfile.TemporaryDirectory(dir=Path(out).parent) as run:
-        found = train(Extreme(**json.loads(spec)), run, lambda text: print(text, flush=True))
+        found = train(ExtremeRun(**json.loads(spec)), run, lambda text: print(text, flush=True))
     Path(out).write_text(json.dumps(asdict(found)))
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------
 
 
-def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bool = False) -> Found:
-    """One run in a process of its own, which may write for the while into a folder of its own in this one.
+def measure(spec: ExtremeRun, folder: Path, say: Say = lambda text: None, force: bool = False) -> RunResult:
+    """Make one run in a process of its own, with a temporary folder inside `folder`.
 
     Args:
-        say: is given a line now and then.
-        force: try even where memory or disk do not seem to suffice.
+        say: receives a line of progress now and then.
+        force: run even if memory or disk seem too small.
 
     Raises:
-        BlockSparseError: too little memory or disk for what it is expected to take; it died.
+        BlockSparseError: memory or disk are too small, or the process died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for what, needed, there in (
@@ -247,7 +246,7 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
         if process.returncode:
             reason = "killed, likely for memory" if process.returncode == -9 else f"status {process.returncode}"
             raise BlockSparseError.expected(f"{spec.neurons:,} neurons", "a run to its end", reason)
-        return Found(**read_json(Path(out)))
+        return RunResult(**read_json(Path(out)))
 
 
 def _free_disk(folder: Path) -> int:
@@ -255,8 +254,10 @@ def _free_disk(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def lines(found: Sequence[Found]) -> dict[str, Line]:
-    """Peak memory in bytes and seconds of a step, against connections; none of fewer than three sizes."""
+def lines(found: Sequence[RunResult]) -> dict[str, Line]:
+    """Return the lines of peak memory in bytes and of seconds of a step against connections; none for fewer than three
+    sizes.
+    """
     if _sizes(found) < 3:
         return {}
     x = [one.connections for one in found]
@@ -264,25 +265,25 @@ def lines(found: Sequence[Found]) -> dict[str, Line]:
     return {"memory": Line.of(x, memory), "step": Line.of(x, seconds)}
 
 
-def merged(path: Path, new: Found) -> list[Found]:
-    """The runs of a file with this one among them, in place of one of the same size and seed; by size."""
-    return sorted([*(one for one in read(path) if one.which != new.which), new], key=lambda one: one.which)
+def merged(path: Path, new: RunResult) -> list[RunResult]:
+    """Return the runs of a file, by size, with this one in place of the one with the same size and seed."""
+    return sorted([*(one for one in read(path) if one.key != new.key), new], key=lambda one: one.key)
 
 
-def read(path: Path) -> list[Found]:
-    """The runs of a file; none where it does not exist."""
+def read(path: Path) -> list[RunResult]:
+    """Return the runs of a file; none if it does not exist."""
     try:
-        return [Found(**one) for one in read_json(path)["runs"]] if path.exists() else []
+        return [RunResult(**one) for one in read_json(path)["runs"]] if path.exists() else []
     except (KeyError, TypeError) as error:
         raise BlockSparseError.expected(str(path), "the report of extreme.py", f"{error!r:.99}") from None
 
 
-def _sizes(found: Sequence[Found]) -> int:
+def _sizes(found: Sequence[RunResult]) -> int:
     return len({one.run["neurons"] for one in found})
 
 
-def write(path: Path, found: Sequence[Found]) -> None:
-    """The runs as JSON, as tables in Markdown and, where there are several, as a picture next to it."""
+def write(path: Path, found: Sequence[RunResult]) -> None:
+    """Write the runs as JSON, tables in Markdown and, for several sizes, a picture."""
     fits = lines(found)
     content = {
         "what": "truly sparse MLPs of many neurons: memory and time",
@@ -318,7 +319,7 @@ CAPTION = (
     "rate, dropout and the strength of the class were chosen such that nets of 1 million neurons learn it in as many "
     "steps, with another seed. Other programs ran meanwhile: seconds say little."
 )
-COLUMNS: dict[str, Callable[[Found], str]] = {
+COLUMNS: dict[str, Callable[[RunResult], str]] = {
     "neurons": lambda one: f"{one.neurons:,}",
     "connections": lambda one: f"{one.connections:,}",
     "seed": lambda one: f"{one.run['seed']}",
@@ -347,12 +348,12 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _cells(found: Sequence[Found]) -> list[list[str]]:
+def _cells(found: Sequence[RunResult]) -> list[list[str]]:
     return [[cell(one) for cell in COLUMNS.values()] for one in found]
 
 
-def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:
-    """Memory and the time of a step against connections, with their lines."""
+def _draw(path: Path, found: Sequence[RunResult], fits: Mapping[str, Line]) -> None:
+    """Draw memory and the time of a step against connections, with their lines."""
     figure, axes = report.figure_and_axes((9.0, 4.0), columns=2)
     x = [one.connections / 1e6 for one in found]
     panels = (
@@ -373,14 +374,14 @@ def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory and time of networks of up to 100 million neurons.")
-    parser.add_argument("--neurons", help="sizes with commas between, as 1M,50M")
-    parser.add_argument("--seeds", default="0", help="with commas between")
-    parser.add_argument("--rows", type=int, default=Extreme.rows, help="of an epoch")
-    parser.add_argument("--epochs", type=int, default=Extreme.epochs)
-    parser.add_argument("--force", action="store_true", help="try what does not seem to fit into memory too")
+    parser.add_argument("--neurons", help="sizes, separated by commas, such as 1M,50M")
+    parser.add_argument("--seeds", default="0", help="random seeds, separated by commas")
+    parser.add_argument("--rows", type=int, default=ExtremeRun.rows, help="rows of an epoch")
+    parser.add_argument("--epochs", type=int, default=ExtremeRun.epochs)
+    parser.add_argument("--force", action="store_true", help="try sizes that seem too large for memory too")
     parser.add_argument("--quick", action="store_true", help="a small one; writes nothing")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for checkpoints")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder of checkpoints")
     parser.add_argument("--run-here", nargs=2, metavar=("SPEC", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run_here:
@@ -395,18 +396,18 @@ def main() -> None:
 
 
 def measure_all(arguments: argparse.Namespace, console: Console) -> int:
-    """Trains the nets, one after the other; gives the status to exit with."""
+    """Train the nets one after the other, and return the exit status."""
     sizes = [parse_count(text, "neurons") for text in (arguments.neurons or "").split(",") if text]
     if not all(text.isdecimal() for text in arguments.seeds.split(",")):
         raise BlockSparseError.expected("seeds", "ints of 0 or more, with commas between", repr(arguments.seeds))
     seeds = [int(text) for text in arguments.seeds.split(",")]
     if not arguments.quick:
         report.check_folder(arguments.out.parent)
-    specs = [Extreme(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or NEURONS for seed in seeds]
+    specs = [ExtremeRun(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or NEURONS for seed in seeds]
     done = [] if arguments.quick else [one.run for one in read(arguments.out)]
     specs = [spec for spec in specs if asdict(spec) not in done]
     if arguments.quick:
-        specs = [Extreme(100_000, rows=16)]
+        specs = [ExtremeRun(100_000, rows=16)]
     status = 0
     for spec in specs:
         head = f"{spec.neurons / 1e6:g} million neurons, seed {spec.seed}"

@@ -1,12 +1,12 @@
-"""Families of models from the libraries transformers, timm and peft, made block-sparse: do they compute the same?
+"""Check that families of models from transformers, timm and peft compute the same after they are made block-sparse.
 
     python benchmarks/families.py                       all families that are not in the table yet
-    python benchmarks/families.py --only bert,llama     these, again
-    python benchmarks/families.py --again               all of them again
+    python benchmarks/families.py --only bert,llama     these families, even if they are in the table
+    python benchmarks/families.py --again               all families
 
-Each is a small model with random weights, half of whose blocks `sparsify` keeps. The sparse model has to compute what
-the one does that `densify` makes of it, and each weight has to get a gradient where the dense one gets one. Writes
-families.json and families.md into docs/results after each family. Exit status 1 if one of them fails.
+Each family is a small model with random weights, half of whose blocks `sparsify` keeps. The sparse model must compute
+the same as its densified form, and each weight must get a gradient if the dense one does. Writes families.json and
+families.md into docs/results after each family. The exit status is 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from blocksparse_lab.bench.case import relative_error
 from family_models import FAMILIES
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-BOUND = 1e-4  # of the relative error, float32 through whole models
+BOUND = 1e-4  # largest relative error, in float32 through whole models
 GRADIENT_BOUND = 1e-3
 SEED, DENSITY, BLOCK = 0, 0.5, 16
 LIBRARIES = ("torch", "transformers", "timm", "peft")
@@ -43,9 +43,17 @@ LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a family: weights that became block-sparse and, by reason, how many did not; the relative
-    error of the largest of the outputs; the weights whose gradient is there where that of the dense weight is, and
-    agrees; what went wrong, or why there is nothing to be tried."""
+    """The result of one family.
+
+    Args:
+        name, model: the family and the class of its model.
+        taken: number of weights that became block-sparse.
+        left: number of other weights, by reason.
+        error: largest relative error of an output.
+        gradients: number of weights whose gradient agrees with that of the dense weight, or is missing in both.
+        failed: what went wrong, if anything.
+        refused: why there is nothing to try, if so.
+    """
 
     name: str
     model: str = ""
@@ -62,18 +70,18 @@ class Row:
 
 
 def content(rows: Iterable[Row]) -> dict[str, Any]:
-    """Rows for JSON: what is not as it is by itself, and each reason once."""
-    usual = asdict(Row(""))
-    given = [{name: value for name, value in asdict(row).items() if value != usual[name]} for row in rows]
-    reasons = list(dict.fromkeys(reason for row in given for reason in row.get("left", ())))
-    for row in given:
+    """Return rows for JSON, without default values and with each reason once."""
+    defaults = asdict(Row(""))
+    short = [{name: value for name, value in asdict(row).items() if value != defaults[name]} for row in rows]
+    reasons = list(dict.fromkeys(reason for row in short for reason in row.get("left", ())))
+    for row in short:
         if "left" in row:
             row["left"] = {str(reasons.index(reason)): count for reason, count in row["left"].items()}
-    return {"reasons": reasons, "families": given}
+    return {"reasons": reasons, "families": short}
 
 
 def rows_of(content: Mapping[str, Any]) -> list[Row]:
-    """The rows that `content` was made of."""
+    """Return the rows that `content` was made of."""
     rows = []
     for row in content["families"]:
         left = row.get("left")
@@ -82,26 +90,26 @@ def rows_of(content: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def tried(name: str) -> Row:
-    """Makes the family's model, makes it block-sparse, and compares."""
+def try_family(name: str) -> Row:
+    """Build the family's model, make it block-sparse, and compare."""
     torch.manual_seed(SEED)
     made = ""
     try:
         model, inputs = FAMILIES[name]()
         made = type(model).__name__
-        drawn(model)
-        found = compared(model.eval(), inputs)
+        redraw(model)
+        found = compare(model.eval(), inputs)
     except ModuleNotFoundError as error:
         return Row(name, made, refused=f"{error}")
-    except Exception as error:  # of any kind, of any library: the table has it
+    except Exception as error:  # any error of any library goes into the table
         line = next(iter(str(error).splitlines()), "")[:200]
         return Row(name, made, failed=f"{type(error).__name__}: {line}")
     return Row(name, made, **found)
 
 
 @torch.no_grad()
-def drawn(model: nn.Module) -> None:
-    """Draws all parameters again, so that every layer matters: some families begin with scales and weights near 0."""
+def redraw(model: nn.Module) -> None:
+    """Draw all parameters again, so that every layer matters: some families start with scales and weights near 0."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 1 / math.sqrt(max(parameter[0].numel(), 1)))
@@ -109,9 +117,9 @@ def drawn(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def compared(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def compare(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bs.SparsityWarning)  # the table has it
+        warnings.simplefilter("ignore", bs.SparsityWarning)  # the table lists what is missed
         sparse = bs.sparsify(model, DENSITY, BLOCK, scope="layer", force=True)
     taken = [module for module in sparse.modules() if isinstance(module, BlockSparseModule)]
     reasons = [reason for _, reason in survey(model, BLOCK) if reason is not None]
@@ -129,7 +137,8 @@ def compared(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_short(reason: str) -> str:
-    """
+    """Shorten a reason for the table.
+
     >>> in_short("tied to model.embedding.weight")
     'tied to an embedding or another layer'
     """
@@ -137,7 +146,8 @@ def in_short(reason: str) -> str:
 
 
 def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
-    torch.manual_seed(SEED)  # masks that models draw
+    """Return the floating-point outputs after a backward pass through random weights of them."""
+    torch.manual_seed(SEED)  # for models that draw masks
     model.zero_grad()
     outputs = list(floats(model(**inputs)))
     generator = torch.Generator().manual_seed(SEED)
@@ -148,6 +158,7 @@ def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def floats(value: Any) -> Iterable[Tensor]:
+    """Yield the floating-point tensors in nested outputs."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -160,16 +171,16 @@ def floats(value: Any) -> Iterable[Tensor]:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """The relative l2 error; infinite where shapes differ or numbers are not finite."""
+    """Return the relative l2 error; infinite if shapes differ or a number is not finite."""
     if found.shape != expected.shape or not found.isfinite().all() or not expected.isfinite().all():
         return math.inf
     return relative_error(found, expected.double())
 
 
 def gradients(sparse: nn.Module, dense: nn.Module) -> int:
-    """The number of block-sparse weights whose gradient is there, and agrees, exactly where the dense one's does.
+    """Return the number of block-sparse weights whose gradient agrees with the dense weight's, or is missing in both.
 
-    Compared are the products of gradient and weight, which do not depend on how either is stored.
+    Products of gradient and weight are compared, as they do not depend on how either is stored.
     """
     of_dense, found = dict(dense.named_parameters()), []
     for name, module in sparse.named_modules():
@@ -181,13 +192,13 @@ def gradients(sparse: nn.Module, dense: nn.Module) -> int:
     for ours, theirs in found:
         if ours is None or theirs is None:
             good += ours is None and theirs is None
-        else:  # some, of attention whose weights are all the same, are made of rounding errors alone
+        else:  # if attention weights are all equal, gradients are rounding errors
             good += abs(ours[0] - theirs[0]) <= max(GRADIENT_BOUND * ours[1], 1e-6 * most)
     return good
 
 
 def product(parameter: Tensor) -> tuple[float, float] | None:
-    """The sum of gradient times parameter, and the product of their norms; None without a gradient."""
+    """Return the sum of gradient times parameter, and the product of their norms; None without a gradient."""
     if parameter.grad is None:
         return None
     grad, value = parameter.grad.double(), parameter.detach().double()
@@ -206,7 +217,7 @@ RWKV has `rescale_every=0`: else it divides its weights in place for inference, 
 
 
 def texts(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """A caption, and a table with a row for each family."""
+    """Return a caption, and a table with a row for each family."""
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
     tried, passed = sum(not row.refused for row in rows), sum(row.passed for row in rows)
     caption = CAPTION.format(versions=versions, tried=tried, passed=passed, block=BLOCK, bound=BOUND)
@@ -222,9 +233,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="families, with commas between them")
-    parser.add_argument("--again", action="store_true", help="also those that are in the table")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the directory to write to")
+    parser.add_argument("--only", help="families, separated by commas")
+    parser.add_argument("--again", action="store_true", help="also families that are in the table")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="output folder")
     options = parser.parse_args()
     chosen = options.only.split(",") if options.only else list(FAMILIES)
     unknown = [name for name in chosen if name not in FAMILIES]
@@ -235,7 +246,7 @@ def main() -> int:
     for name in chosen:
         if name in rows and rows[name].passed and not options.again and not options.only:
             continue
-        row = rows[name] = tried(name)
+        row = rows[name] = try_family(name)
         print(f"{name:24} {row.taken:4} weights, error {row.error:.1e}  {row.failed or row.refused or row.passed}")
         ordered = [rows[each] for each in FAMILIES if each in rows]
         report.write(path, content(ordered), *texts(ordered))

@@ -1,4 +1,4 @@
-"""Families of models from the libraries transformers, timm and peft: small ones with random weights."""
+"""Small models of the families in transformers, timm and peft, with inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 Inputs = dict[str, Any]
-Made = tuple[nn.Module, Inputs]
+ModelAndInputs = tuple[nn.Module, Inputs]
 
-# What configurations of the library transformers call their sizes. Each takes those that it knows.
+# Names of sizes in configurations of transformers; each configuration gets those that it has.
 WIDTH = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "attention_hidden_size")
 DEPTH = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
@@ -89,7 +89,7 @@ class Transformers:
     inputs: Callable[[], Inputs]
     auto: str = "AutoModel"
 
-    def __call__(self) -> Made:
+    def __call__(self) -> ModelAndInputs:
         transformers = import_module("transformers")
         known = transformers.AutoConfig.for_model(self.kind)
         small = {name: value for name, value in SMALL.items() if name in vars(known)} | CONFIGS.get(self.kind, {})
@@ -110,7 +110,7 @@ RESNET: dict[str, Any] = {"embedding_size": 32, "hidden_sizes": [64, 128], "dept
 BACKBONE = {"model_type": "resnet", "embedding_size": 32, "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1],
             "out_features": ["stage4"]}  # fmt: skip
 
-# Settings of a family in place of the small ones; `...` for the one that it has by itself.
+# Settings that replace the small ones of a family; `...` keeps the family's default.
 CONFIGS: dict[str, dict[str, Any]] = {
     "distilbert": {"hidden_dim": 96},
     "albert": {"embedding_size": 32},
@@ -168,15 +168,15 @@ BY_INPUTS: tuple[tuple[Callable[[], Inputs], str], ...] = (
     (series, "time_series_transformer"),
 )
 AUTO = {causal: "AutoModelForCausalLM", "speech_to_text": "AutoModelForSpeechSeq2Seq"}
-FAMILIES: dict[str, Callable[[], Made]] = {
+FAMILIES: dict[str, Callable[[], ModelAndInputs]] = {
     kind: Transformers(kind, inputs, AUTO.get(kind) or AUTO.get(inputs, "AutoModel"))
     for inputs, kinds in BY_INPUTS
     for kind in kinds.split()
 }
 
 
-def of_timm(name: str, **options: Any) -> Callable[[], Made]:
-    def make() -> Made:
+def of_timm(name: str, **options: Any) -> Callable[[], ModelAndInputs]:
+    def make() -> ModelAndInputs:
         timm = import_module("timm")
         size = options.get("img_size", 64)
         return timm.create_model(name, num_classes=10, **options), {"x": torch.randn(2, 3, size, size)}
@@ -199,10 +199,10 @@ FAMILIES |= {
 }
 
 
-def with_adapters(kind: str, inputs: Callable[[], Inputs], targets: list[str]) -> Callable[[], Made]:
-    """A model whose layers have adapters of the library peft: they stay dense, the layers below become sparse."""
+def with_adapters(kind: str, inputs: Callable[[], Inputs], targets: list[str]) -> Callable[[], ModelAndInputs]:
+    """Return a maker of a model whose layers have peft adapters; adapters stay dense, the layers below become sparse."""
 
-    def make() -> Made:
+    def make() -> ModelAndInputs:
         peft = import_module("peft")
         model, given = Transformers(kind, inputs)()
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))

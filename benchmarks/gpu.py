@@ -1,19 +1,19 @@
-"""Every target on a GPU: a table, JSON, Markdown and a chart, in two runs of a few minutes.
+"""Measure every target on a GPU; writes a table, JSON, Markdown and a chart in two runs of a few minutes.
 
-Besides PyTorch and numpy it needs `pip install rich safetensors typer`, and matplotlib for the chart.
+It needs PyTorch, numpy, `pip install rich safetensors typer`, and matplotlib for the chart.
 
-    python benchmarks/gpu.py --check                  that results are right on this GPU, and stop: a minute
-    python benchmarks/gpu.py                          all of it, the most important rows first
-    python benchmarks/gpu.py --predict --gpu h200     what a model of that machine predicts; needs no GPU
+    python benchmarks/gpu.py --check                  check results on this GPU without timing: a minute
+    python benchmarks/gpu.py                          all rows, the most important first
+    python benchmarks/gpu.py --predict --gpu h200     predict the rows with a model of that GPU; needs no GPU
     python benchmarks/gpu.py --predict --gpu h200 --linear 3072x768 --tokens 12608      ... for a layer of yours
     python benchmarks/gpu.py --list                   the rows and their targets; needs no GPU
-    python benchmarks/gpu.py --only "few,hubs"        some of them; --only with a whole name is that row alone
-    python benchmarks/gpu.py --quick                  small shapes, to see that it runs
-    python benchmarks/gpu.py --quick --device cpu     the same without a GPU; its numbers mean nothing
+    python benchmarks/gpu.py --only "few,hubs"        some rows by words of their names, or one row by its whole name
+    python benchmarks/gpu.py --quick                  small shapes, to try the program
+    python benchmarks/gpu.py --quick --device cpu     the same without a GPU; the times mean nothing
 
-    compute-sanitizer --tool memcheck python benchmarks/gpu.py --check       ... and that no kernel leaves its memory
+    compute-sanitizer --tool memcheck python benchmarks/gpu.py --check       check that kernels stay inside their memory
 
-From a copy of the sources, elsewhere, with compiled kernels and tiles that come along:
+From a copy of the sources on another machine, with compiled kernels and tiles brought along:
 
     export PYTHONPATH=src BLOCKSPARSE_COMMIT=0123abc BLOCKSPARSE_TILES=out
     python -m blocksparse_lab tune --minutes 4 --out out
@@ -21,8 +21,8 @@ From a copy of the sources, elsewhere, with compiled kernels and tiles that come
 
 Each case is checked against float64 before it is timed. Copies of the weights, more than the L2 cache holds, take turns
 in one CUDA graph per contender; the replays alternate. Peers that refuse are recorded with their reason. Files are
-written after every row, to benchmarks/results/linear-<GPU>.json, .md and, at the end, .png. A run that finds the file
-of this commit, GPU and settings measures what is missing in it.
+written after every row, to benchmarks/results/linear-<GPU>.json, .md and, at the end, .png. If the file is of this
+commit, GPU and settings, only missing rows are measured.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ from targets.gpu_chart import write_chart
 from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
-DTYPES = ("bfloat16", "float16", "float32")  # of a layer to predict
+DTYPES = ("bfloat16", "float16", "float32")  # of a predicted layer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every target on a GPU.")
-    parser.add_argument("--list", action="store_true", help="the rows and their targets, and stop")
-    parser.add_argument("--check", action="store_true", help="a slice of the contract, nothing timed, and stop")
+    parser.add_argument("--list", action="store_true", help="list the rows and their targets, and stop")
+    parser.add_argument("--check", action="store_true", help="check some results without timing, and stop")
     parser.add_argument(
-        "--predict", action="store_true", help="times by a model of the machine, and stop; needs no GPU"
+        "--predict", action="store_true", help="predict times with a model of a GPU, and stop; needs no GPU"
     )
-    parser.add_argument("--gpu", choices=tuple(prediction.CHIPS), default="h200", help="the one to predict for")
-    parser.add_argument("--linear", metavar="OUTxIN", help="with --predict: the products of this linear layer")
-    parser.add_argument("--tokens", type=int, help="of that layer, at once (4096)")
-    parser.add_argument("--density", type=float, help="of that layer (0.1)")
-    parser.add_argument("--block", type=int, help="rows and columns of that layer's blocks (32)")
-    parser.add_argument("--dtype", help="of that layer: bfloat16 (the default), float16 or float32")
+    parser.add_argument("--gpu", choices=tuple(prediction.CHIPS), default="h200", help="the GPU to predict for")
+    parser.add_argument("--linear", metavar="OUTxIN", help="with --predict: this linear layer instead of the rows")
+    parser.add_argument("--tokens", type=int, help="tokens per call of that layer (4096)")
+    parser.add_argument("--density", type=float, help="density of that layer (0.1)")
+    parser.add_argument("--block", type=int, help="block size of that layer (32)")
+    parser.add_argument("--dtype", help="dtype of that layer: bfloat16 (the default), float16 or float32")
     parser.add_argument(
         "--only",
         action="append",
         default=[],
-        help="the row of this name, or rows whose names have one of these words, with commas between; may come again",
+        help="the row of this name, or rows whose names contain one of these words, separated by commas; repeatable",
     )
-    parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing unless --out is given")
+    parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing without --out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--out", type=Path, help="folder for the files")
-    parser.add_argument("--cache", type=Path, help="folder for compiled kernels, to be carried to the next run")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels, for later runs")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing per row")
-    parser.add_argument("--tuning", type=float, default=3.0, help="seconds for PyTorch's tuner per shape")
-    parser.add_argument("--minutes", type=float, default=7.5, help="rows that have not begun by then are left out")
+    parser.add_argument("--tuning", type=float, default=3.0, help="seconds per shape for PyTorch's tuner")
+    parser.add_argument("--minutes", type=float, default=7.5, help="do not start rows after this many minutes")
     arguments = parser.parse_args()
     if arguments.cache:
         os.environ["TRITON_CACHE_DIR"] = str(arguments.cache.resolve())
@@ -98,11 +98,11 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> bool:
-    """Whether a row failed, which is more than a target that is not met."""
+    """Run the program and return whether a row failed, which is more than a target that is not met."""
     number("--budget", arguments.budget, 0)
     number("--minutes", arguments.minutes, 0)
     number("--tuning", arguments.tuning, 0)
-    layer = layer_of(arguments)
+    layer = parse_layer(arguments)
     if arguments.list:
         jobs = chosen(GpuTargets(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
@@ -112,10 +112,10 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
         return False
     quick = arguments.quick
     if arguments.device == "cpu" and not (quick or arguments.check):
-        raise BlockSparseError.expected("--device cpu", "--quick or --check with it", "the full sizes")
+        raise BlockSparseError.expected("--device cpu", "--quick or --check with it", "full sizes")
     device: Device = Cuda() if arguments.device == "cuda" else Host(copies=4)
     if arguments.check:
-        return False in list(right(device))
+        return False in list(run_checks(device))
     timing: dict[str, Any] = {"rounds": 1 if quick else 51, "budget": 0.01 if quick else arguments.budget}
     bench = LinearBench(tuning=2.0 if quick else arguments.tuning, device=device, **timing)
     settings: dict[str, Any] = {**timing, "seed": bench.seed, "tuning": bench.tuning, "shrink": 16 if quick else 1}
@@ -124,13 +124,13 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     folder = arguments.out or (None if quick else RESULTS)
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
     if folder:
-        report.check_folder(folder)  # before minutes of measuring
+        report.check_folder(folder)  # before measuring for minutes
     reach = GpuTargets(bench, settings["shrink"], rows.read_earlier_rows(path, facts, settings) if path else ())
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
 
     found, what = reach.rows, "targets on a GPU" + (", small shapes: numbers that mean nothing" if quick else "")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # draws and shows what was measured
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rows so far are drawn and shown
     try:
         for of_job in measured(reach, jobs, 60 * arguments.minutes):
             found |= {row.work: row for row in of_job}
@@ -145,8 +145,12 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     return any(row.measured.startswith("FAILED") for row in found.values())
 
 
-def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
-    """The layer that --linear names; raises where it is none, or where its other options come without it."""
+def parse_layer(arguments: argparse.Namespace) -> LinearSpec | None:
+    """Return the layer that --linear names, or None.
+
+    Raises:
+        BlockSparseError: it names no layer, or its other options come without it.
+    """
     names = ("tokens", "density", "block", "dtype")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.linear is None:
@@ -169,21 +173,22 @@ def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
 
 
 def predict(arguments: argparse.Namespace, layer: LinearSpec | None, console: Console) -> None:
-    """Prints the table of predictions, beside what was measured on such a GPU; writes it as Markdown with --out."""
+    """Print the table of predictions with the times measured on such a GPU, and write it as Markdown with --out."""
     chip = prediction.CHIPS[arguments.gpu]
-    found = prediction.compiled(chip, *([prediction.asked(layer)] if layer else []))
+    found = prediction.compiled(chip, *([prediction.layer_name(layer)] if layer else []))
     results = [] if layer else [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
     lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
     names = [(line[0], prediction.label(line[0])) for line in lines]
-    lines = [lines[nth] for nth in asked_for(names, arguments.only, "--predict")]
+    lines = [lines[nth] for nth in select(names, arguments.only, "--predict")]
     commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
-    title = f"predicted for {chip.name}: a model of one GPU that was measured, an H100, there off by {prediction.OFF}"
+    error = prediction.LARGEST_ERROR
+    title = f"predicted for {chip.name}: a model of one GPU that was measured, an H100, there off by {error}"
     if layer:
         shape = f"{layer.out_features}x{layer.in_features}, {layer.tokens} tokens, block {layer.block}"
         title = f"{shape}, density {layer.density:g}, {layer.dtype}, {title}"
     if commits:
         title += f"; measured at {commits}, whose kernels may have been others"
-    head, shown = prediction.with_something(lines)
+    head, shown = prediction.without_empty_columns(lines)
     brief = [(prediction.label(line[0]), *line[1:]) for line in shown]
     console.print(report.table(head, brief, title, text=3))
     if arguments.out:
@@ -193,42 +198,43 @@ def predict(arguments: argparse.Namespace, layer: LinearSpec | None, console: Co
         console.print(f"wrote {path}", soft_wrap=True)
 
 
-def right(device: Device) -> Iterator[bool]:
-    """Whether each check holds; a line for each."""
+def run_checks(device: Device) -> Iterator[bool]:
+    """Print a line for each check, and yield whether it holds."""
     start = monotonic()
     for what, check in checks(device):
         try:
             found = (f"{name} {error:.1e} of at most {most:.0e}" for name, (error, most) in check().items())
             said, holds = ", ".join(found), True
-        except Exception as error:  # the others are still checked
+        except Exception as error:  # the other checks still run
             said, holds = f"{type(error).__name__}: {error}", False
         print(f"[{monotonic() - start:4.0f} s] {'right' if holds else 'WRONG'} {what}: {said}", flush=True)
         yield holds
 
 
-def asked_for(names: Sequence[tuple[str, ...]], only: list[str], by: str) -> list[int]:
-    """Which of these, of a name or two each, `only` asks for: by a whole name, or else by words of it."""
+def select(names: Sequence[tuple[str, ...]], only: list[str], by: str) -> list[int]:
+    """Return the indices of the names that `only` selects: by a whole name, or else by words of it."""
     lower = [[name.lower() for name in of] for of in names]
     some: set[int] = set()
-    for asked in only or [""]:
-        words = [word.lower() for word in parts(asked)]
-        exact = {nth for nth, of in enumerate(lower) if asked.strip().lower() in of}
+    for layer_name in only or [""]:
+        words = [word.lower() for word in parts(layer_name)]
+        exact = {nth for nth, of in enumerate(lower) if layer_name.strip().lower() in of}
         found = exact or {
             nth for nth, of in enumerate(lower) if not words or any(word in name for word in words for name in of)
         }
         if not found:
-            raise BlockSparseError.expected("--only", f"words of the rows that {by} shows", repr(asked))
+            raise BlockSparseError.expected("--only", f"words of the rows that {by} shows", repr(layer_name))
         some |= found
     return sorted(some)
 
 
 def chosen(jobs: list[Job], only: list[str]) -> list[Job]:
-    return [jobs[nth] for nth in asked_for([(job.work,) for job in jobs], only, "--list")]
+    return [jobs[nth] for nth in select([(job.work,) for job in jobs], only, "--list")]
 
 
 def measured(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
-    """The rows of each job as they come; on a terminal with a bar, elsewhere with a line for each, once the caller has
-    written it."""
+    """Yield the rows of each job as they come, with a bar on a terminal, or else a line after the caller has written
+    each row.
+    """
     start = monotonic()
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(jobs))
@@ -249,7 +255,7 @@ def draw(path: Path, reach: GpuTargets, where: str) -> str:
         write_chart(path, reach.cases, reach.ceiling_details(), where)
     except KeyError as row:
         return f"; no chart without the row {row}"
-    except Exception as error:  # the numbers are written all the same
+    except Exception as error:  # the results are written anyway
         return f"; no chart: {error}"
     return " and .png"
 

@@ -1,10 +1,10 @@
-"""What one shot costs: accuracy of trained nets of unequal layers, made block-sparse without training.
+"""Measure the accuracy of trained nets that are made block-sparse in one shot, without further training.
 
-    python benchmarks/one_shot.py --data DIR                    all nets; those of packages that are not installed not
-    python benchmarks/one_shot.py --data DIR --only mlp,lstm    some; the others keep what was measured before
+    python benchmarks/one_shot.py --data DIR                    all nets whose packages are installed
+    python benchmarks/one_shot.py --data DIR --only mlp,lstm    some nets; results of the others are kept
 
-Trains the nets that are not pretrained, in about half an hour on one core, and keeps them in a folder. The table goes
-to docs/results/one_shot.md, with JSON next to it.
+Trains the nets that are not pretrained, in about half an hour on one core, and stores them in a folder. Writes
+docs/results/one_shot.md, with JSON next to it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ DENSITIES = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a net at the density that was asked for.
+    """The result of one net at one density.
 
     Args:
-        dense, accuracy: in percent, of the net before and after; None where `sparsify` refuses the density.
-        sparse: weights that became block-sparse; `weights` are all.
+        dense, accuracy: accuracy in percent before and after; None if `sparsify` refuses the density.
+        sparse: number of weights that became block-sparse, out of `weights`.
         told: whether a warning said that the density was missed.
     """
 
@@ -60,12 +60,12 @@ class Outcome:
 
     @property
     def cell(self) -> str:
-        told = ", told" * self.told
-        return "refused" if self.accuracy is None else f"{self.accuracy:.1f} ({self.sparse}{told})"
+        warned = ", told" * self.told
+        return "refused" if self.accuracy is None else f"{self.accuracy:.1f} ({self.sparse}{warned})"
 
 
 def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[str] = tuple(WAYS)) -> list[Outcome]:
-    """Each way at each density."""
+    """Return the results of each way at each density."""
     dense = net.accuracy(net.model)
     found = []
     for way in ways:
@@ -74,22 +74,22 @@ def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[st
             more = dict(options) if "force" in options else {**options, "example": net.samples[:16]}
             if "data" in options:
                 more["data"] = net.samples.split(50)
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", SparsityWarning)
                 try:
                     model = sparsify(net.model, density, **more)
-                except BlockSparseError:  # that leaves no weight a block
+                except BlockSparseError:  # the density leaves a weight without blocks
                     found.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
                     continue
             weights = [row.block is not None for row in report_on(model, tokens=1).rows]
-            warned = any(issubclass(each.category, SparsityWarning) for each in told)
+            warned = any(issubclass(each.category, SparsityWarning) for each in caught)
             done = net.accuracy(model), sum(weights), len(weights), warned
             found.append(Outcome(net.name, way, density, dense, *done))
     return found
 
 
 def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]:
-    """What was measured now, and of before what was not; in the order of the table."""
+    """Return the new results and the old ones that were not measured again, in the order of the table."""
     every = {(each.net, each.density, each.way): each for each in [*before, *found]}
     nets = list(dict.fromkeys(net for net, _, _ in every))
     ways = list(WAYS)
@@ -97,12 +97,12 @@ def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]
 
 
 def read(file: Path) -> list[Outcome]:
-    """What `write` wrote; nothing where it did not."""
+    """Return the results that `write` wrote; none if there is no file."""
     return [Outcome(**each) for each in report.rows(read_json(file)["outcomes"])] if file.is_file() else []
 
 
 def table(found: Sequence[Outcome]) -> list[str]:
-    """The lines of a table: a row for each net and density, a column for each way."""
+    """Return the lines of a table with a row for each net and density, and a column for each way."""
     rows: dict[tuple[str, float], dict[str, Outcome]] = {}
     for each in found:
         rows.setdefault((each.net, each.density), {})[each.way] = each
@@ -125,16 +125,16 @@ synthetic voices speaks, under noise: no published figures. Made by `python benc
 
 
 def write(out: Path, found: Sequence[Outcome]) -> None:
-    """JSON, and the table next to it."""
+    """Write JSON, and the table next to it."""
     report.write(out, {"outcomes": report.columns([asdict(each) for each in found])}, CAPTION, table(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy of trained nets after one shot.")
-    parser.add_argument("--data", type=Path, help="a folder with fashion_mnist, cifar-10-batches-py and text")
-    parser.add_argument("--only", default="", help="names of nets with commas between")
-    parser.add_argument("--way", choices=tuple(WAYS), help="one of the ways only")
-    parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "one_shot", help="for trained nets")
+    parser.add_argument("--data", type=Path, help="folder with fashion_mnist, cifar-10-batches-py and text")
+    parser.add_argument("--only", default="", help="names of nets, separated by commas")
+    parser.add_argument("--way", choices=tuple(WAYS), help="only one of the ways")
+    parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "one_shot", help="trained nets")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
     arguments = parser.parse_args()
     arguments.kept.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The planner against real processes: rates measured, then steps of DDP, FSDP2 and TP x FSDP2 predicted and timed.
+"""Compare the planner with real processes: measure rates, then predict and time steps of DDP, FSDP2 and TP x FSDP2.
 
     python benchmarks/plan.py                  two and four processes, about two minutes on two quiet cores
     python benchmarks/plan.py --processes 2    two only
@@ -26,8 +26,8 @@ from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, ROUNDS = 5, 3
-NEAR = 0.2
-# 4.2 and 4.7 million stored weights.
+TOLERANCE = 0.2
+# Nets with 4.2 and 4.7 million stored weights.
 NETS = {
     "4 layers, 1024-2048-1024, density 1/4": net.mlp(4, 1024, 2048, 0.25, 32),
     "2 layers, 1536-6144-1536, density 1/8": net.mlp(2, 1536, 6144, 0.125, 32),
@@ -35,28 +35,29 @@ NETS = {
 TOKENS = 256
 
 
-def work() -> list[Any]:
-    """For every engine rates and real steps in turns, of one process."""
+def measure_engines() -> list[Any]:
+    """Measure rates and real steps in turns, for each engine; runs in each process."""
     found = []
     processes = dist.get_world_size()
     job = plan.Job(processes, TOKENS, optimizer="adam")
     for name, model in NETS.items():
         for degree in (None, *(d for d in (1, 2, 4) if d <= processes)):
-            # In turns: what else runs on the machine changes, and slows down both.
+            # In turns, since other programs on the machine slow down both.
             rounds = [(measure.rates(), reality.run(model, job, degree, STEPS)) for _ in range(ROUNDS)]
             found.append((name, degree, rounds))
     return found
 
 
 def compare(processes: int) -> Iterator[Row]:
-    for name, degree, rounds in measure.in_processes(processes, work):
-        yield judged(NETS[name], name, plan.Job(processes, TOKENS, optimizer="adam"), degree, rounds)
+    """Yield the rows of this many processes."""
+    for name, degree, rounds in measure.in_processes(processes, measure_engines):
+        yield engine_row(NETS[name], name, plan.Job(processes, TOKENS, optimizer="adam"), degree, rounds)
 
 
-def judged(
+def engine_row(
     model: net.Net, name: str, job: plan.Job, degree: int | None, rounds: list[tuple[hardware.Hardware, dict[str, Any]]]
 ) -> Row:
-    """The row of one engine, its step against the median of what the rates of each round predict for its steps."""
+    """Return the row of one engine: real steps against the median of the predictions from each round's rates."""
     plans = [
         plan.ddp(model, rates, job) if degree is None else plan.fsdp2(model, rates, job, degree) for rates, _ in rounds
     ]
@@ -69,10 +70,10 @@ def judged(
     )
     return Row(
         f"{job.ranks} processes, {expected.engine}, {name}",
-        f"step within {NEAR:.0%}, bytes within 2%",
+        f"step within {TOLERANCE:.0%}, bytes within 2%",
         f"{1e3 * predicted:.0f} ms predicted, {1e3 * taken:.0f} ms taken: {off.median:+.0%} ({off.low:+.0%} to "
         f"{off.high:+.0%}); bytes on a rank {memory:+.1%}, in collectives {sent[0] / sent[1] - 1:+.1%}",
-        abs(off.median) <= NEAR and abs(memory) <= 0.02 and abs(sent[0] / sent[1] - 1) <= 0.02,
+        abs(off.median) <= TOLERANCE and abs(memory) <= 0.02 and abs(sent[0] / sent[1] - 1) <= 0.02,
         {
             "off": vars(off),
             "predicted": [each.as_dict() for each in plans],

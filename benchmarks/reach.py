@@ -1,11 +1,11 @@
-"""Every target of a CPU in one run, op by op; each product is checked before it is timed.
+"""Measure every target on a CPU in one run, op by op; each product is checked before it is timed.
 
     python benchmarks/reach.py                  some minutes on two cores, with nothing else running
-    python benchmarks/reach.py --only conv2d    those of one op
-    python benchmarks/reach.py --quick          the same on small shapes, to see that it runs
+    python benchmarks/reach.py --only conv2d    the targets of one op
+    python benchmarks/reach.py --quick          small shapes, to try the program
 
-Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file
-next to it.
+Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file next to
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from targets.rows import Row
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row of an op
 
-# What it is, how it is measured, and how many times the seconds its rows take.
+# Title, function that yields the rows, and its budget as a multiple of BUDGET.
 OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "linear": ("targets of the linear op", products.linear_rows, 1),
     "bounds": ("products as parts of their bounds", bounds.rows, 1),
@@ -42,25 +42,25 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every target of a CPU in one run.")
-    parser.add_argument("--only", choices=tuple(OPS), help="the rows of one op")
+    parser.add_argument("--only", choices=tuple(OPS), help="measure one op")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    cpu_core.core()  # says how to build it where it is missing
+    cpu_core.core()  # raises with instructions if it is not built
     console, stderr = Console(), Console(stderr=True)
     for op in [arguments.only] if arguments.only else OPS:
-        what, measure, times = OPS[op]
+        title, measure, factor = OPS[op]
         facts = machine.machine()
         found: list[Row] = []
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             task = progress.add_task("starting", total=None)
-            for row in measure(times * BUDGET, arguments.quick):
+            for row in measure(factor * BUDGET, arguments.quick):
                 found.append(row)
                 progress.update(task, description=f"{row.work}: {row.measured}")
         console.print(rows.table(found, f"{op}: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
         if not arguments.quick:
             path = arguments.out / f"{op}-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-            rows.write(path, found, what, facts, budget=BUDGET)
+            rows.write(path, found, title, facts, budget=BUDGET)
             console.print(f"wrote {path} and .md", soft_wrap=True)
 
 

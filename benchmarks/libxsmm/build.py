@@ -1,11 +1,10 @@
-"""Builds libxsmm from a folder with its sources, and the shim by which the benchmarks call it.
+"""Build libxsmm from a folder of its sources, and the shim through which the benchmarks call it.
 
     python benchmarks/libxsmm/build.py ~/libxsmm          some minutes; then
     python benchmarks/reach.py --only libxsmm
 
-The sources (https://github.com/libxsmm/libxsmm, 2.0) stay as they are: all that is built goes to build/libxsmm, or to
-the folder of --out; the benchmarks find it elsewhere by BLOCKSPARSE_LIBXSMM, the path of the shim. It needs make and a
-C compiler.
+The sources (https://github.com/libxsmm/libxsmm, 2.0) are not changed: everything is built in build/libxsmm, or in the
+folder of --out; in that case, set BLOCKSPARSE_LIBXSMM to the path of the shim. It needs make and a C compiler.
 """
 
 from __future__ import annotations

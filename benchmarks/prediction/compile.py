@@ -1,10 +1,11 @@
-"""Compiles what the GPU benchmark times for a GPU that is not here; prints what each launch does, as JSON.
+"""Compile the kernels that the GPU benchmark times, for a GPU that need not be present; print what each launch does as
+JSON.
 
     python benchmarks/prediction/compile.py sm90
     python benchmarks/prediction/compile.py sm90 "few tokens, bf16, density 0.1"        some of the rows
-    python benchmarks/prediction/compile.py sm90 '{"out_features": 96, "in_features": 64, "tokens": 8}'       of a layer
+    python benchmarks/prediction/compile.py sm90 '{"out_features": 96, "in_features": 64, "tokens": 8}'       a layer
 
-For `python benchmarks/gpu.py --predict`. Launches are those of the real layouts; counts are of the compiled loop.
+`python benchmarks/gpu.py --predict` uses it. Launches are those of the real layouts; counts are from the compiled loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# The kernels are compiled as the tests of kernels do it.
+# `compile_kernels` of the tests compiles the kernels.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -42,16 +43,16 @@ from compile_kernels import GPUS, Device, Launch
 from targets.lstm import GPU_REACH as LSTM_REACH
 from targets.transformer import TRANSFORMER, MlpSpec
 
-# A launch, or None for PyTorch's own passes over memory, and what it does.
+# A launch, or None for a pass of PyTorch's over memory, and its counts.
 Done = tuple[Launch | None, dict[str, Any]]
 
-# Of a warp's load from shared memory, 128 bytes each.
+# Wavefronts of 128 bytes per load of a warp from shared memory, by the suffix of the instruction.
 WAVEFRONTS = {"128": 4, "64": 2, "4": 4, "2": 2}
 PRODUCT = r"(?:FFMA|HMMA|HGMMA|DMMA|DFMA|UTC\w*MMA|v_mfma_\w+)"
 
 
 def rows() -> dict[str, list[Any]]:
-    """What is done in each row, by name."""
+    """Return the specs of each row, by name."""
     found = {name: [target.spec] for name, target in GPU_REACH.items()}
     for block in GPU_BLOCKS:
         spec = GPU_REACH[f"many tokens, block {block}"].spec
@@ -69,25 +70,25 @@ def rows() -> dict[str, list[Any]]:
 
 
 def of_layer(spec: LinearSpec) -> dict[str, list[Any]]:
-    """The products of a layer, and a step, which is all three."""
+    """Return the specs of a layer's products and of a step, which has all three."""
     passes = {pass_: [replace(spec, pass_=pass_)] for pass_ in ("forward", "dgrad", "wgrad")}
     return passes | {"step": [spec for specs in passes.values() for spec in specs]}
 
 
-class Reach(Device):
-    """Launches that are recorded with their grids."""
+class RecordingDevice(Device):
+    """A GPU that records launches with their grids."""
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         super().launch(kernel, *args, grid=grid, warmup=warmup, **options)
         self.grids.append(grid)
 
-    def of(self, spec: Any) -> list[Done]:
-        """The launches of a row, and what they do."""
+    def launches_of(self, spec: Any) -> list[Done]:
+        """Return the launches of a spec, with their counts."""
         of_kind = {ConvSpec: self.of_conv, MlpSpec: self.of_mlp, LstmSpec: self.of_lstm}
         return of_kind.get(type(spec), self.of_linear)(spec)
 
     def of_conv(self, spec: ConvSpec) -> list[Done]:
-        """Those of a convolution."""
+        """Return the launches of a convolution."""
         from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.conv.plan import Axis
 
@@ -112,30 +113,32 @@ class Reach(Device):
             share = part / sum(products)
             macs = share * layout.nnz * spec.block**2 * spec.tokens
             does = {"programs": math.prod(grid), "longest": 0, "memory": share * moved, "tensor": True}
-            done.append((launch, does | _of_positions(launch, macs, spec)))
+            done.append((launch, does | _count_position_programs(launch, macs, spec)))
         return done
 
     def of_mlp(self, spec: MlpSpec) -> list[Done]:
-        """The gated pair of products, and the product down."""
+        """Return the launches of the gated pair of products and of the product down."""
         from blocksparse.ops.gated_linear.triton import gated_linear
 
         shape = spec.hidden, spec.features
         layouts = [bs.patterns.random(shape, spec.block, density=spec.density, seed=seed) for seed in range(2)]
         kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
-        # On the CPU, as the schedule is to be looked at.
+        # Operands on the CPU, so that the schedule can be read.
         gate, up = ((torch.empty(layout.values_shape, dtype=spec.torch_dtype), layout) for layout in layouts)
         self._begin()
         gated_linear(torch.empty(spec.tokens, spec.features, dtype=spec.torch_dtype), *gate, *up, None, None, "silu")
         ((launch, grid),) = self.recorded()
-        given, values = _given(launch), sum(layout.nnz for layout in layouts) * spec.block**2
-        # Of a row there are three loops, of blocks that both have and of those of one.
-        does = _of_rows(given, grid, given["task_ptr"][:, [1, 4]], spec.tokens, spec.block, values, loops=3)
+        given, values = _arguments(launch), sum(layout.nnz for layout in layouts) * spec.block**2
+        # A row has three loops: over blocks that both layouts have, and over those of each one.
+        does = _count_row_programs(given, grid, given["task_ptr"][:, [1, 4]], spec.tokens, spec.block, values, loops=3)
         does |= {"memory": kind["dtype"].itemsize * (values + spec.tokens * sum(shape)), "tensor": True}
         down = LinearSpec(spec.features, spec.hidden, spec.tokens, spec.block, spec.density, spec.dtype)
         return [(launch, does), *self.of_linear(down)]
 
     def of_lstm(self, spec: LstmSpec) -> list[Done]:
-        """The products of all steps forward and back, the weight's gradient, and passes over memory for all else."""
+        """Return the products of all steps in both directions, the weight's gradient, and passes over memory for the
+        rest.
+        """
         from blocksparse.ops.recurrent.fused_gates import FusedGates
 
         gate, batch, rows = spec.config.layout, spec.batch, spec.tokens
@@ -155,19 +158,19 @@ class Reach(Device):
         fused_gates.forward(h, pre, index, c, h_out=h, c_out=c, gates_out=gates)
         fused_gates.wgrad(grad, all_h)
         (step, grid), (weights, grid_of_weights) = self.recorded()
-        given = _given(step)
-        forward = _of_rows(given, grid, given["task_ptr"][:, 1:3], batch, block, values)
-        # h and c (float32) before and after, the inputs' part of the gates, and these.
+        given = _arguments(step)
+        forward = _count_row_programs(given, grid, given["task_ptr"][:, 1:3], batch, block, values)
+        # Bytes of h and c (float32) before and after, of the inputs' part of the gates, and of the gates.
         forward |= {"memory": 2 * (values + batch * hidden * (2 + 4 + 4 + 4)), "tensor": True, "times": spec.seq}
-        given = _given(weights)
-        wgrad = _of_weights(given, grid_of_weights, 4 * given["BLOCK_N"], rows, 2)
+        given = _arguments(weights)
+        wgrad = _count_weight_programs(given, grid_of_weights, 4 * given["BLOCK_N"], rows, 2)
         wgrad |= {"memory": 2 * (values + 5 * rows * hidden), "tensor": True}
         of_inputs = LinearSpec(4 * hidden, hidden, batch, block, layout.density, "bfloat16", "dgrad")
         dgrad: list[Done] = [(of, does | {"times": spec.seq}) for of, does in self.of_linear(of_inputs, layout)]
-        # The gates' gradient: these, both c, the gradients at y, h and c; those before the gates and at c.
+        # Bytes of the gates' gradient: the gates, both c, gradients of y, h and c; gradients before the gates and of c.
         at_gates = {"memory": batch * hidden * (8 + 8 + 4 + 4 + 8 + 4), "times": spec.seq}
-        # The gradient before the gates is read once more, summed up by byte; the outputs' layer reads and writes y.
-        rest = {"memory": _trained(parameter_count(spec.config)) + rows * hidden * (8 + 6)}
+        # The gradient before the gates is read again to sum it per byte; the output layer reads and writes y.
+        rest = {"memory": _optimizer_bytes(parameter_count(spec.config)) + rows * hidden * (8 + 6)}
         return [(step, forward), *dgrad, (weights, wgrad), (None, at_gates), (None, rest)]
 
     def _begin(self) -> None:
@@ -187,9 +190,9 @@ class Reach(Device):
             self.products.linear_wgrad(grad, x, layout)
         else:
             self.products.linear(x, values, None, layout, spec.pass_ == "dgrad", None)
-        done: list[Done] = [(of, _does(of, grid, spec, layout)) for of, grid in self.recorded()]
+        done: list[Done] = [(of, _counts(of, grid, spec, layout)) for of, grid in self.recorded()]
         splits = self.grids[0][2]
-        if spec.pass_ == "wgrad" and splits > 1:  # PyTorch sums up the parts, in float32, and rounds the sum
+        if spec.pass_ == "wgrad" and splits > 1:  # PyTorch sums the splits in float32 and rounds the sum
             count, itemsize = values.numel(), spec.torch_dtype.itemsize
             done[0][1]["memory"] += (4 * splits - itemsize) * count
             done.append((None, {"memory": 4 * (splits + 1) * count}))
@@ -197,63 +200,66 @@ class Reach(Device):
         return done
 
 
-def _does(launch: Launch, grid: Any, spec: LinearSpec, layout: bs.BlockLayout) -> dict[str, Any]:
-    given, itemsize, values = _given(launch), spec.torch_dtype.itemsize, layout.nnz * spec.block**2
+def _counts(launch: Launch, grid: Any, spec: LinearSpec, layout: bs.BlockLayout) -> dict[str, Any]:
+    given, itemsize, values = _arguments(launch), spec.torch_dtype.itemsize, layout.nnz * spec.block**2
     moved = itemsize * (values + spec.tokens * (spec.in_features + spec.out_features))
     done = {"memory": moved, "tensor": spec.dtype != "float32"}
-    if "task_ptr" not in given:  # sums up parts
+    if "task_ptr" not in given:  # this kernel sums splits
         programs, m, n = math.prod(grid), given["BLOCK_M"], given["BLOCK_N"]
         nothing = {"programs": programs, "longest": 0, "steps": 0, "macs": 0, "cache": 0}
         return done | nothing | {"memory": itemsize * programs * m * n}
     if spec.pass_ == "wgrad":
-        return done | _of_weights(given, grid, given["BLOCK_N"], given["tokens_per_split"], itemsize)
+        return done | _count_weight_programs(given, grid, given["BLOCK_N"], given["tokens_per_split"], itemsize)
     tasks = next(
         plan.tasks
         for (kind, *of), plan in layout._derived.items()
         if kind in ("tasks", "pairs") and of[0] == given["TRANSPOSE"] and plan.tasks.shape == given["task_ptr"].shape
     )
     longest = int((tasks[:, 2] - tasks[:, 1]).max())
-    return done | _of_rows(given, grid, None, spec.tokens, spec.block, values, itemsize, longest=longest)
+    return done | _count_row_programs(given, grid, None, spec.tokens, spec.block, values, itemsize, longest=longest)
 
 
-def _given(launch: Launch) -> dict[str, Any]:
-    """What a kernel was launched with, by name."""
+def _arguments(launch: Launch) -> dict[str, Any]:
+    """Return the arguments of a launch by name."""
     given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
     return given | {name: value for name, value in launch.options.items() if name.isupper()}
 
 
-def _of_rows(
+def _count_row_programs(
     given: dict[str, Any], grid: Any, entries_of: Any, tokens: int, block: int, values: int, itemsize: int = 2,
     *, loops: int = 1, longest: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """What programs do that sum up the blocks of a row for a tile of tokens; `entries_of` is where a row's begin and
-    end, if its longest is not known. Each loop over them ends with a step that is half full."""
+    """Count the work of programs that each sum the blocks of a row for a tile of tokens.
+
+    `entries_of` has the begin and end of each row's entries, unless `longest` is known. Each loop ends with a step that
+    is half full.
+    """
     programs, m, k, tasks = math.prod(grid), given["BLOCK_M"], given["BLOCK_K"], given["task_ptr"].shape[0]
     tiles = -(-tokens // m)
     slices = programs // (tasks * tiles)
-    # Inputs that several rows have in common come once: there are fewer entries than blocks.
+    # Inputs that several rows share are loaded once, so that there are fewer entries than blocks.
     entries = given["col_ptr"].shape[0]
     if entries_of is not None:
         longest = int((entries_of[:, 1] - entries_of[:, 0]).max())
     return {
         "programs": programs, "longest": longest * block / k, "macs": values * tiles * m,
-        "saved": 1 - entries * block**2 / values,  # of the loads of inputs
+        "saved": 1 - entries * block**2 / values,  # fraction of the loads of inputs
         "steps": tiles * slices * (entries * block / k + loops * tasks / 2),
         "cache": itemsize * tiles * (slices * entries * block * m + values),
     }  # fmt: skip
 
 
-def _of_weights(given: dict[str, Any], grid: Any, n: int, tokens: int, itemsize: int) -> dict[str, Any]:
-    """What programs do that sum up the products of some tokens, of n outputs and some lanes of inputs each."""
+def _count_weight_programs(given: dict[str, Any], grid: Any, n: int, tokens: int, itemsize: int) -> dict[str, Any]:
+    """Count the work of programs that each sum products over tokens, for n outputs and some inputs."""
     programs, m, k = math.prod(grid), given["BLOCK_M"], given["BLOCK_K"]
     steps = programs * -(-tokens // m)
     work = {"steps": steps, "macs": steps * m * n * k, "cache": steps * m * (n + k) * itemsize}
     return {"programs": programs, "longest": 0, **work}
 
 
-def _of_positions(launch: Launch, macs: float, spec: ConvSpec) -> dict[str, Any]:
-    """What programs do that multiply the inputs of a few positions and taps in each step."""
-    given = _given(launch)
+def _count_position_programs(launch: Launch, macs: float, spec: ConvSpec) -> dict[str, Any]:
+    """Count the work of programs that multiply the inputs of a few positions and taps in each step."""
+    given = _arguments(launch)
     if not macs:
         return {"macs": 0, "steps": 0, "cache": 0}
     m, n, k = (given[f"BLOCK_{axis}"] for axis in "MNK")
@@ -266,8 +272,8 @@ def _of_positions(launch: Launch, macs: float, spec: ConvSpec) -> dict[str, Any]
 # -- the dense peers -----------------------------------------------------------------------------------------------
 
 
-def _dense(spec: Any) -> list[dict[str, Any]]:
-    """What dense products do in place of this."""
+def _dense_peers(spec: Any) -> list[dict[str, Any]]:
+    """Return the dense products that compute the same."""
     if isinstance(spec, MlpSpec):
         product = _product(spec.hidden * spec.features, spec.tokens, spec.tokens * (spec.hidden + spec.features), spec)
         return [*3 * [product], _product(0, 0, 3 * spec.tokens * spec.hidden, spec)]
@@ -282,26 +288,26 @@ def _dense(spec: Any) -> list[dict[str, Any]]:
 
 
 def _cudnn(spec: LstmSpec) -> list[dict[str, Any]]:
-    """A training step with torch.nn.LSTM: two launches for each time step forward and back."""
+    """Return a training step with torch.nn.LSTM: two launches for each time step in both directions."""
     config = replace(spec.config, pattern="dense", width=spec.narrow or spec.config.width)
     width, rows = config.width, spec.tokens
     weights = 4 * width**2
     step = _product(weights, spec.batch, spec.batch * 5 * width, spec) | {"launches": 2, "times": 2 * spec.seq}
-    passes = {"operations": 0, "moved": _trained(parameter_count(config)) + rows * width * (24 + 14)}
+    passes = {"operations": 0, "moved": _optimizer_bytes(parameter_count(config)) + rows * width * (24 + 14)}
     return [step, _product(weights, rows, 5 * rows * width, spec), passes | {"dtype": spec.dtype, "few": False}]
 
 
-def _trained(parameters: int) -> int:
-    """Bytes of a training step for a number of float32 parameters, besides products.
+def _optimizer_bytes(parameters: int) -> int:
+    """Return the bytes of a training step for a number of float32 parameters, besides products.
 
-    AdamW reads four numbers and writes three, the norm of the gradient and its scaling take three more; the casts to 16
-    bits and of the gradient back 12 bytes.
+    AdamW reads four elements and writes three; the norm of the gradient and its scaling take three; casts to 16 bits
+    and of the gradient back take 12 bytes.
     """
     return parameters * (7 * 4 + 3 * 4 + 12)
 
 
 def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any]:
-    """A product of a number of weights and tokens, which moves as many numbers and others."""
+    """Return a product of a number of weights and tokens; it moves the weights and `others` more elements."""
     moved = (weights + others) * getattr(torch, spec.dtype).itemsize
     return {"operations": 2 * weights * tokens, "moved": moved, "dtype": spec.dtype, "few": tokens <= 64}
 
@@ -310,9 +316,12 @@ def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any
 
 
 def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
-    """Of the loop with most products: instructions, plain multiply-adds and shared memory's wavefronts per warp and
-    step, how many threads meet in a bank, and the outputs of a product that reads shared memory (else None). Of a gated
-    pair that with fewest: few blocks are of both."""
+    """Return counts of the loop with most products, per warp and step.
+
+    These are instructions, plain multiply-adds, wavefronts of shared memory, how many threads meet in a bank, and the
+    outputs of a product that reads shared memory (or None). For a gated pair, it is the loop with fewest products, as
+    few blocks are in both layouts.
+    """
     most = min if launch.kernel.__name__ == "gated_linear_kernel" else max
     if "cubin" not in asm:
         parts = [part for part in re.split(r"\n\.LBB\w+:", asm["amdgcn"]) if re.search(PRODUCT, part)]
@@ -338,7 +347,7 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
     loads = sum(count * WAVEFRONTS.get(name.rpartition(".")[2], 1) for name, count in best.items() if "LDS" in name)
     plain = sum(count for name, count in best.items() if name.startswith("FFMA"))
     found = {"instructions": best.total(), "plain": plain, "ways": _ways(asm["ttgir"])}
-    # Of multiply-adds several threads read the same numbers: half the wavefronts of numbers that all differ.
+    # In multiply-adds several threads read the same elements, which halves the wavefronts.
     wavefronts = loads / 2 + _conflicts(asm["ttgir"]) if plain else loads
     return found | {"wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
 
@@ -348,10 +357,10 @@ def _products(body: Counter[str]) -> int:
 
 
 def _conflicts(ttgir: str) -> float:
-    """The wavefronts per warp and step that bank conflicts cost in loads of weights for multiply-adds.
+    """Return the wavefronts per warp and step that bank conflicts cost when weights are loaded for multiply-adds.
 
-    Where a row of the buffer is a multiple of 128 bytes and not swizzled, threads at other outputs meet in one bank: of
-    a load of 16 bytes each of the four groups of eight threads takes as many wavefronts as it has outputs.
+    If a row of the buffer is a multiple of 128 bytes and not swizzled, threads at different outputs meet in one bank:
+    in a load of 16 bytes, each of the four groups of eight threads takes as many wavefronts as it has outputs.
     """
     dot = re.search(r"tt\.dot .*?tensor<(\d+)x(\d+)xf32, #ttg\.dot_op<{opIdx = 1, parent = #(blocked\d*)}", ttgir)
     if dot is None:
@@ -370,9 +379,10 @@ def _conflicts(ttgir: str) -> float:
 
 
 def _ways(ttgir: str) -> int:
-    """How many threads of a warp meet in one bank, at worst, as operands in float32 come to the tensor cores.
+    """Return the largest number of threads of a warp that meet in one bank when float32 operands are loaded for the
+    tensor cores.
 
-    A load is of eight rows, of 16 bytes each among four threads.
+    A load covers eight rows, with 16 bytes for each of four threads.
     """
     operand = r"local_load .*memdesc<(\d+)x(\d+)xf32, #(shared\d*),.*dot_op<{opIdx = (\d), parent = #mma"
     worst = 1
@@ -390,15 +400,16 @@ def _ways(ttgir: str) -> int:
 
 
 def main(kind: str, *names: str) -> dict[str, Any]:
-    device = Reach(GPUS[kind])
+    """Return the dense peers and the launches of the named rows, by default of all."""
+    device = RecordingDevice(GPUS[kind])
     found, unique = {}, {}
     layers = [of_layer(LinearSpec(**json.loads(name))) for name in names if name.startswith("{")]
     wanted = {name: specs for name, specs in rows().items() if name in names or not names}
     for name, specs in (wanted | dict(itertools.chain(*(layer.items() for layer in layers)))).items():
-        launches = [pair for spec in specs for pair in device.of(spec)]
+        launches = [pair for spec in specs for pair in device.launches_of(spec)]
         unique |= {launch.key(): launch for launch, _ in launches if launch}
         found[name] = {
-            "dense": [dense for spec in specs for dense in _dense(spec)],
+            "dense": [dense for spec in specs for dense in _dense_peers(spec)],
             "launches": [does | ({"kernel": launch.key()} if launch else {}) for launch, does in launches],
         }
     _todo[:] = [(device, launch) for launch in unique.values()]
@@ -411,7 +422,7 @@ def main(kind: str, *names: str) -> dict[str, Any]:
     return found
 
 
-_todo: list[tuple[Reach, Launch]] = []  # inherited by the forks: launches cannot be sent to them
+_todo: list[tuple[RecordingDevice, Launch]] = []  # inherited by forked workers, as launches cannot be pickled
 
 
 def _compiled(nth: int) -> dict[str, Any]:

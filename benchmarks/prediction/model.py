@@ -1,20 +1,20 @@
-"""A model of the machine: how long work takes on a GPU, from its plan, its compiled kernels and the GPU's rates.
+"""Model of a GPU: the time of work from its plan, its compiled kernels and the GPU's rates.
 
-A launch takes what its slowest part takes:
+A launch takes as long as its slowest part:
 
     memory   the bytes of values, inputs and outputs, each once, from the GPU's memory;
     cache    the bytes that all programs load, most of them from the L2 cache: inputs again for each row of blocks,
              values again for each tile of tokens;
-    compute  the tensor cores (or multiply-adds), the issue of instructions, and shared memory with its bank conflicts,
+    compute  the tensor cores (or multiply-adds), the issue of instructions, or shared memory with its bank conflicts,
              whichever is slowest, as counted in the compiled loop;
     longest  the steps of the longest program, one after the other.
 
-Cache and compute overlap in part (OVERLAP). The launch and the beginning and end of each wave of programs come on top.
+Cache and compute overlap in part (OVERLAP). The launch and the start and end of each wave of programs are added.
 
-Calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of what was measured for each forward
-product in bfloat16 and float32, and 22 % for training steps; the convolutions of that time took 34 to 62 % longer than
-it said. How far it is from kernels measured since then is in docs/results/speed.md. On other GPUs it presumes the same
-parts of their nominal rates, and is no more than that.
+The model is calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of each measured forward
+product in bfloat16 and float32, and 22 % for training steps; convolutions of that time took 34 to 62 % longer than
+predicted. docs/results/speed.md compares it with kernels measured since then. For other GPUs it presumes the same
+fractions of their nominal rates.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from targets.transformer import TRANSFORMER
 
 ROOT = Path(__file__).parents[2]
 
-# Of the nominal rates, what the H100 reached: a stream of values from memory (2.66 of 3.35 TB/s), dense products in
-# bfloat16 (737 of 989 TFLOP/s) and float32 (51.5 of 67), cuBLAS in float32 with few tokens (22.6 of 67).
+# Fractions of nominal rates that the H100 reached: a stream of values from memory (2.66 of 3.35 TB/s), dense products
+# in bfloat16 (737 of 989 TFLOP/s) and float32 (51.5 of 67), cuBLAS in float32 with few tokens (22.6 of 67).
 MEMORY, TENSOR, PLAIN, PLAIN_FEW = 0.795, 0.745, 0.77, 0.337
-# Of the L2 cache's 64 bytes a clock for each multiprocessor; from the times at many tokens.
+# Fraction of the L2 cache's 64 bytes per clock and multiprocessor, fitted to times with many tokens.
 CACHE = 0.574
 OVERLAP = 1.5
-# Of an instruction a clock for each of four schedulers: addresses wait for each other.
+# Fraction of an instruction per clock for each of four schedulers, since address computations wait for each other.
 ISSUE = 0.5
-# Seconds of a step of a program whose loads are on their way: two memory latencies among three buffers.
+# Seconds of a step of a program whose loads are in flight: two memory latencies for three buffers.
 STEP = 0.5e-6
 # Seconds of a launch in a graph, and of the first loads and last stores of a wave of programs.
 LAUNCH, WAVE = 2.3e-6, 2.0e-6
-# What a title says of it: by so much the ratios over dense are off the newest measurements on an H100, at worst.
-OFF = "up to 60 %"
+# For titles: the largest error of the ratios over dense, against the newest measurements on an H100.
+LARGEST_ERROR = "up to 60 %"
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU's nominal figures, by its maker's data sheet: bytes and operations per second, without sparsity."""
+    """A GPU's nominal figures from its data sheet: bytes and operations per second, without sparsity."""
 
     name: str
     kind: str
@@ -72,10 +72,10 @@ class Chip:
     registers: int = 65536
     threads: int = 2048
     width: int = 32  # threads of a warp
-    kept: int = 1024  # bytes of each program's shared memory that the driver keeps
+    kept: int = 1024  # bytes of each program's shared memory that the driver reserves
 
 
-# Cache: 64 bytes x multiprocessors x clock on NVIDIA's; of the MI300X, its Infinity Cache.
+# Cache: 64 bytes x multiprocessors x clock for NVIDIA's; the Infinity Cache for the MI300X.
 CHIPS = {
     "a100": Chip("A100 80GB", "sm80", 108, 2.04e12, 9.7e12, 312e12, 19.5e12, 1.41e9, 164 * 1024),
     "h100": Chip("H100 SXM", "sm90", 132, 3.35e12, 14.8e12, 989e12, 67e12, 1.755e9, 228 * 1024),
@@ -87,14 +87,15 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds, of the whole and of its parts, and the parts' name that bounds it."""
+    """Predicted seconds, and the seconds of each part."""
 
     seconds: float
     parts: Mapping[str, float]
 
     @property
     def bound(self) -> str:
-        """
+        """The part that takes longest.
+
         >>> Prediction(3e-6, {"launch": 1e-6, "memory": 2e-6}).bound
         'memory'
         """
@@ -102,7 +103,7 @@ class Prediction:
 
 
 def resident(kernel: Mapping[str, Any], chip: Chip) -> int:
-    """How many programs of a kernel a multiprocessor holds, by registers, shared memory and threads.
+    """Return how many programs of a kernel fit on a multiprocessor, by registers, shared memory and threads.
 
     >>> resident({"registers": 56, "shared": 50 * 1024, "warps": 4}, CHIPS["h100"])
     4
@@ -115,21 +116,21 @@ def resident(kernel: Mapping[str, Any], chip: Chip) -> int:
 
 
 def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
-    """The time of one launch.
+    """Predict the time of one launch.
 
     Args:
-        launch: its `programs`; its `steps`, of all programs together, and of the `longest` one; its `macs`,
-            multiply-adds with those of padding, and whether of 16 bits on `tensor` cores; the bytes of `memory` and
-            `cache`; of its kernel the `products` by name, `registers`, `shared`, `warps` and the `loop`: what a step
-            takes of each warp, in `instructions` and in `wavefronts` of shared memory, and the outputs of a product
-            that reads shared memory, `narrow`. Without a kernel, a pass of PyTorch's over `memory`.
+        launch: its `programs`; `steps` of all programs and of the `longest` one; `macs`, multiply-adds including
+            padding, and whether 16-bit ones run on `tensor` cores; the bytes of `memory` and `cache`; and the `kernel`:
+            `products` by name, `registers`, `shared`, `warps` and the `loop`. The loop has what a step takes per warp,
+            `instructions` and `wavefronts` of shared memory, and the outputs of a product that reads shared memory,
+            `narrow`. A launch without a kernel is a pass of PyTorch's over `memory`.
     """
     if "kernel" not in launch:
         parts = {"launch": LAUNCH + WAVE, "memory": launch["memory"] / (MEMORY * chip.memory)}
         return Prediction(sum(parts.values()), parts)
     kernel, loop = launch["kernel"], launch["kernel"]["loop"]
     cycles = launch["steps"] * kernel["warps"] / (chip.multiprocessors * chip.clock)
-    if any("tf32" in name for name in kernel["products"]):  # float32 in three products, at half the rate
+    if any("tf32" in name for name in kernel["products"]):  # float32 as three TF32 products at half the rate
         products = 6 * launch["macs"] / (TENSOR * chip.tensor / 2)
     elif launch["tensor"]:
         products = 2 * launch["macs"] / (TENSOR * chip.tensor) * _from_shared_memory(loop["narrow"])
@@ -148,9 +149,11 @@ def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
 
 
 def _from_shared_memory(narrow: int | None) -> float:
-    """How much longer a product of 64 tokens and this many outputs takes for its operands than in the tensor cores.
+    """Return how many times longer a product of 64 tokens and this many outputs takes for its operands than in the
+    tensor cores.
 
-    Hopper's read both from shared memory, 128 bytes a clock, which is what 64 outputs or more keep up with.
+    Hopper's products read both operands from shared memory, 128 bytes per clock, which is fast enough for 64 outputs or
+    more.
 
     >>> _from_shared_memory(32), _from_shared_memory(64), _from_shared_memory(None)
     (1.5, 1.0, 1.0)
@@ -159,7 +162,7 @@ def _from_shared_memory(narrow: int | None) -> float:
 
 
 def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
-    """Launches one after the other, each as many `times` as it says, or once."""
+    """Predict launches one after the other, each repeated `times` times, or once."""
     found = [(launch.get("times", 1), launch_time(launch, chip)) for launch in launches]
     names = dict.fromkeys(name for _, one in found for name in one.parts)
     parts = {name: sum(times * one.parts.get(name, 0) for times, one in found) for name in names}
@@ -169,11 +172,12 @@ def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
 def dense_time(
     operations: float, moved: float, dtype: str, few: bool, chip: Chip, launches: int = 0, times: int = 1
 ) -> float:
-    """Seconds of a dense product of this many operations and bytes, of `few` tokens or many, as cuBLAS's on the H100.
+    """Return the seconds of a dense product of this many operations and bytes with few or many tokens, as cuBLAS takes
+    on the H100.
 
     Args:
-        launches: of each time, where one waits for the other; else one, whose first loads come while the launch before
-            it in the graph ends.
+        launches: number of launches that wait for each other; with 0 it is one, whose first loads overlap the launch
+            before it in the graph.
         times: how often it is computed.
 
     >>> f"{1e6 * dense_time(2 * 12288**2 * 32, 2 * 12288**2, 'bfloat16', True, CHIPS['h100']):.0f} us"  # measured: 114
@@ -204,13 +208,13 @@ def compiled(chip: Chip, *names: str) -> dict[str, Any]:
     return found
 
 
-def asked(spec: LinearSpec) -> str:
-    """The name under which `compiled` gives the products of a layer."""
+def layer_name(spec: LinearSpec) -> str:
+    """Return the name under which `compiled` gives the products of a layer."""
     return json.dumps(asdict(spec))
 
 
 def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> list[tuple[str, ...]]:
-    """A line for each row: HEAD's columns, with what was measured on such a GPU, if anything."""
+    """Return a line for each row with HEAD's columns, including times measured on such a GPU, if any."""
     seconds = {row.work: row.details.get("seconds", {}) for row in measured}
     over: dict[str, float] = {}
     lines: list[tuple[str, ...]] = []
@@ -228,14 +232,14 @@ def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) ->
     return lines
 
 
-def with_something(lines: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """HEAD and the lines, without columns in which nothing stands."""
-    kept = [nth for nth in range(len(HEAD)) if nth < 4 or any(line[nth] not in ("", "-") for line in lines)]
-    return tuple(HEAD[nth] for nth in kept), [tuple(line[nth] for nth in kept) for line in lines]
+def without_empty_columns(lines: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return HEAD and the lines without empty columns."""
+    columns = [nth for nth in range(len(HEAD)) if nth < 4 or any(line[nth] not in ("", "-") for line in lines)]
+    return tuple(HEAD[nth] for nth in columns), [tuple(line[nth] for nth in columns) for line in lines]
 
 
 def label(name: str) -> str:
-    """A row's name for a narrow terminal.
+    """Return a row's name for a narrow terminal.
 
     >>> label("ConvSpec(256x256 3x3, 64 images 28x28, block 32, density 0.1, bfloat16 dgrad)")
     'conv 3x3, dgrad'
@@ -260,7 +264,7 @@ def _us(seconds: float) -> str:
     return f"{1e6 * seconds:.{1 if seconds < 1e-3 else 0}f} us"
 
 
-# The least speed-ups over dense, or over cuDNN.
+# Target speed-ups over dense or over cuDNN.
 _LEAST = {name: dict(target.ratios)["dense"] for name, target in GPU_REACH.items()}
 _LEAST |= {
     f"{replace(CONV_REACH[0].spec, pass_=pass_)!r}": CONV_REACH[0].ratio for pass_ in ("forward", "dgrad", "wgrad")
@@ -270,7 +274,7 @@ _LEAST |= {f"{part}": least for _, part, least in TRANSFORMER if least is not No
 
 
 def _target(name: str, over: Mapping[str, float]) -> tuple[str, str]:
-    """The target of a row, and whether it is met."""
+    """Return the target of a row, and whether it is met."""
     forward = over.get(name.removeprefix("training step, "))
     if name in _LEAST:
         least = _LEAST[name]

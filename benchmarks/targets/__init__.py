@@ -1,0 +1,1 @@
+"""Targets of speed and memory, and how each is measured."""

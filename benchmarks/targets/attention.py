@@ -1,6 +1,6 @@
-"""The time of attention on a layout, against PyTorch's dense one and its FlexAttention: it falls with the density.
+"""Time attention on a layout against PyTorch's dense attention and FlexAttention; its time must fall with the density.
 
-What is timed is checked first, against masked attention in float64.
+Results are checked against masked attention in float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from blocksparse.nn import attention
 from blocksparse_lab.bench.case import OURS, backward, check_errors, forward, relative_error
 from targets.rows import Row, RowIterator, race, timing_options
 
-# Relative L2 error of outputs and gradients against float64, at most.
+# Largest relative L2 error of outputs and gradients against float64.
 BOUND = 1e-5
 PASSES = ("forward", "forward + backward")
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05)
-# Up to this density each pass is to be at least this many times as fast as either peer.
+# Up to density SPARSE, each pass must be at least LEAST times as fast as either peer.
 SPARSE, LEAST = 0.5, 1.0
 
-# Of queries, keys and values.
 Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The sizes of a self-attention: of queries, keys and values, and the tokens of a block."""
+    """The sizes of a self-attention: batch, heads, tokens, features per head, tokens per block."""
 
     batch: int = 1
     heads: int = 4
@@ -47,7 +46,8 @@ class AttentionSpec:
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
-    """Measures each pass: whether time falls with the density, and the speed-ups over dense; `quick` uses small sizes.
+    """Yield rows for each pass: whether time falls with the density, and speed-ups over dense; `quick` uses small
+    sizes.
 
     Raises:
         BlockSparseError: outputs or gradients differ from those of masked attention.
@@ -71,7 +71,7 @@ def _rows(
 ) -> RowIterator:
     found, s = race(problem.calls(pass_), rounds, budget), problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
-    if not problem.causal:  # the first is dense: PyTorch's own kernel
+    if not problem.causal:  # the first layout is dense, which runs PyTorch's own kernel
         yield falls_row(work, list(problem.layouts)[1:], found.samples)
     for name, layout in problem.layouts.items():
         seconds = {who: vars(found.samples.time(key)) for who, key in ((OURS, name), ("dense", "dense"))}
@@ -85,7 +85,7 @@ def _rows(
 
 
 def falls_row(work: str, names: list[str], samples: Samples) -> Row:
-    """Whether each layout, of those from the densest on, takes less time than the one before."""
+    """Return the row that says whether each layout takes less time than the one before it; the first is the densest."""
     seconds = [samples.time(name).median for name in names]
     parts = ", ".join(f"{t / seconds[0]:.2f}" for t in seconds)
     falls = all(later < earlier for earlier, later in pairwise(seconds))
@@ -94,11 +94,11 @@ def falls_row(work: str, names: list[str], samples: Samples) -> Row:
 
 
 class AttentionProblem:
-    """Queries, keys and values, and layouts for them.
+    """Queries, keys and values with several layouts.
 
     Args:
-        causal: no key behind a query is seen.
-        flex: FlexAttention is timed too, forward, where it compiles.
+        causal: whether queries ignore later keys.
+        flex: whether to time the forward pass of FlexAttention too, if it compiles.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class AttentionProblem:
         self.upstream = torch.randn(shape, generator=generator)
 
     def check(self) -> dict[str, float]:
-        """The largest relative L2 error of output and gradients, by layout."""
+        """Return the largest relative L2 error of output and gradients, by layout."""
         found = {}
         for name, layout in self.layouts.items():
             block = layout.block_shape
@@ -125,7 +125,7 @@ class AttentionProblem:
         return found
 
     def calls(self, pass_: str) -> dict[str, Call]:
-        """The calls to time: dense attention, and attention on each layout."""
+        """Return the calls to time: dense attention, and attention on each layout."""
         dense = partial(F.scaled_dot_product_attention, is_causal=self.causal)
         functions = {"dense": dense} | {name: self._ours(layout) for name, layout in self.layouts.items()}
         if pass_ == "forward":
@@ -138,7 +138,7 @@ class AttentionProblem:
         return partial(attention, layout=layout, causal=self.causal)
 
     def _flex(self) -> dict[str, Attention]:
-        """FlexAttention on each layout that is not dense, none where it does not compile."""
+        """Return FlexAttention on each layout that is not dense, or nothing if it does not compile."""
         compiled: Any = torch.compile(flex_attention)
         masks = {name: _block_mask(layout) for name, layout in self.layouts.items() if layout.density < 1}
         found: dict[str, Attention] = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
@@ -147,7 +147,7 @@ class AttentionProblem:
                 name: relative_error(peer(*self.qkv), self._ours(self.layouts[name])(*self.qkv))
                 for name, peer in found.items()
             }
-        except Exception as error:  # of a compiler, or for want of one
+        except Exception as error:  # no compiler, or an error of it
             print(f"no FlexAttention here: {error!s:.200}", file=sys.stderr)
             return {}
         check_errors(BOUND, errors, "FlexAttention")
@@ -160,12 +160,12 @@ class AttentionProblem:
 
 
 def flex_name(layout: str) -> str:
-    """What the time of FlexAttention on a layout is called."""
+    """Return the name of FlexAttention's time on a layout."""
     return f"FlexAttention, {layout}"
 
 
 def _block_mask(layout: BlockLayout) -> BlockMask:
-    """The blocks of a layout as whole ones: those that FlexAttention need not mask."""
+    """Return the layout's blocks as full ones, which FlexAttention does not mask."""
     mask = layout.mask().int()[None, None]
     counts, cols = mask.sum(-1, dtype=torch.int32), torch.sort(mask, stable=True, descending=True).indices.int()
     none = torch.zeros_like(counts), torch.zeros_like(cols)

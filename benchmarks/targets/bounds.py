@@ -1,8 +1,8 @@
-"""Products on a CPU as parts of what the machine can do, which is measured in the same rounds.
+"""Time products on a CPU as fractions of hardware bounds that are measured in the same rounds.
 
-The bound of a few tokens is memory: the time in which PyTorch sums as many bytes as the weights have, read from the
-caches (the same weights in each call) or from memory (weights that take turns). That of many tokens is arithmetic: the
-time of as many multiplications and additions at the rate of PyTorch's fastest dense product of 2,048 rows and columns.
+For a few tokens the bound is memory: the time in which PyTorch sums the bytes of the weights, read from the caches (the
+same weights in each call) or from memory (weights in turn). For many tokens the bound is arithmetic: the time of the
+same number of operations at the rate of PyTorch's fastest dense product of 2,048 rows and columns.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from blocksparse_lab.bench.peers import onednn
 from blocksparse_lab.bench.report import duration
 from targets.rows import Row, RowIterator, race, timing_options
 
-# Bytes of weights that take turns: more than any cache that a CPU has for two cores.
+# Bytes of weights that take turns: more than the caches of any CPU hold for two cores.
 COLD_BYTES = 256 << 20
 DENSE = 2048
 
 
 @dataclass(frozen=True)
 class Work:
-    """A product and its goal: the least part of its bound, or on AVX-512 the least 10^9 operations a second."""
+    """A product and its target: the smallest fraction of its bound, or the least 10^9 operations per second with
+    AVX-512.
+    """
 
     spec: LinearSpec | ConvSpec
-    part: float | None = None
+    fraction: float | None = None
     gflops: float | None = None
 
 
@@ -45,7 +47,7 @@ MEMORY = {
     "fp32 forward": replace(TRAINING, tokens=1),
     "bf16 forward": replace(TRAINING, tokens=1, dtype="bfloat16"),
 }
-BANDWIDTH = 0.85  # the goal of these
+MIN_BANDWIDTH = 0.85  # their target fraction of the bound
 ARITHMETIC = {
     "fp32 forward, few tokens": Work(replace(TRAINING, tokens=64)),
     "fp32 forward": Work(TRAINING),
@@ -63,7 +65,7 @@ ARITHMETIC = {
 
 @torch.no_grad()
 def rows(budget: float, quick: bool = False) -> RowIterator:
-    """A row for each product; `quick` takes small shapes, to see that it runs.
+    """Yield a row for each product; `quick` uses small shapes, to try the program.
 
     >>> next(rows(0.1, quick=True)).work
     'fp32 forward, hidden 256, 1 token, density 0.1, weights in the caches'
@@ -71,12 +73,12 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
     shrink = 16 if quick else 1
     for name, spec in MEMORY.items():
         for cold in (False, True):
-            yield _of_memory(name, spec.shrunk(shrink), cold, budget, quick)
+            yield _memory_bound_row(name, spec.shrunk(shrink), cold, budget, quick)
     for name, work in ARITHMETIC.items():
-        yield _of_arithmetic(name, replace(work, spec=work.spec.shrunk(shrink)), budget, quick)
+        yield _arithmetic_bound_row(name, replace(work, spec=work.spec.shrunk(shrink)), budget, quick)
 
 
-def _of_memory(name: str, spec: LinearSpec, cold: bool, budget: float, quick: bool) -> Row:
+def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, quick: bool) -> Row:
     bench = LinearBench(**timing_options(budget, quick))
     case = bench.checked_case(spec)
     size = case.weight_bytes(OURS)
@@ -90,15 +92,15 @@ def _of_memory(name: str, spec: LinearSpec, cold: bool, budget: float, quick: bo
     part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
     title = f"{name}, hidden {spec.out_features}, 1 token, density {spec.density:g}, weights in "
     said = f"of reading the weights at {rate / 1e9:.3g} GB/s; {duration(samples.time(OURS).median)}"
-    return _row(title + ("memory" if cold else "the caches"), Work(spec, BANDWIDTH), part, said, {"copies": copies})
+    return _row(title + ("memory" if cold else "the caches"), Work(spec, MIN_BANDWIDTH), part, said, {"copies": copies})
 
 
 def _read(values: Tensor) -> Tensor:
-    # 16-bit numbers in pairs: their sum in 16 bits would be arithmetic.
+    # Read 16-bit numbers in pairs: sums in 16 bits would be bound by arithmetic.
     return values.view(-1).view(torch.float32).sum()
 
 
-def _of_arithmetic(name: str, work: Work, budget: float, quick: bool) -> Row:
+def _arithmetic_bound_row(name: str, work: Work, budget: float, quick: bool) -> Row:
     spec, size = work.spec, DENSE // 16 if quick else DENSE
     bench = (LinearBench if isinstance(spec, LinearSpec) else ConvBench)(**timing_options(budget, quick))
     case = bench.checked_case(spec)
@@ -120,13 +122,14 @@ def _of_arithmetic(name: str, work: Work, budget: float, quick: bool) -> Row:
     return _row(title, work, part, said, {"gflops": rate, "peak": peak}, rate if wide else None)
 
 
-def _row(title: str, work: Work, part: Spread, said: str, details: dict[str, Any], rate: float | None = None) -> Row:
+def _row(title: str, work: Work, part: Spread, text: str, details: dict[str, Any], rate: float | None = None) -> Row:
+    """Return the row of a fraction of a bound; `rate` decides a target in GFLOP/s, unless None."""
     met = None
     target = "-"
-    if work.part is not None:
-        met, target = part.median >= work.part, f">= {work.part:.0%} of the bound"
+    if work.fraction is not None:
+        met, target = part.median >= work.fraction, f">= {work.fraction:.0%} of the bound"
     elif work.gflops is not None:
         target = f">= {work.gflops:g} GFLOP/s with AVX-512"
         met = None if rate is None else rate >= work.gflops
-    measured = f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%}) {said}"
+    measured = f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%}) {text}"
     return Row(title, target, measured, met, {**asdict(work.spec), **details, "part": vars(part)})

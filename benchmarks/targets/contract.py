@@ -1,7 +1,7 @@
-"""A slice of the contract on one device: the ops in some dtypes, checked against float64, without timing anything.
+"""A part of the op contract for one device: some ops and dtypes checked against float64, with nothing timed.
 
-The whole contract is in the tests. This is short enough to run under a memory checker, on a GPU that nobody has tried
-yet or after a new driver.
+The whole contract is in the tests. These checks are short enough for a memory checker, a GPU that nobody has tried yet,
+or a new driver.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from blocksparse_lab.models.char_lm import CharLMConfig
 from targets.transformer import AttentionBench, AttentionSpec, MlpBench, MlpSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Few tokens and more, no whole number of tiles.
+# Few tokens and many; neither is a multiple of a tile.
 TOKENS = (37, 300)
 BLOCKS = (8, 32, 64, 128)
 
 
 def checks(device: Device) -> Iterator[tuple[str, Callable[[], dict[str, tuple[float, float]]]]]:
-    """(what, how): each call gives the relative errors of the results, each with the bound beyond which it raises a
-    BlockSparseError."""
+    """Yield descriptions and calls; a call returns relative errors with their bounds, or raises if one is beyond its
+    bound.
+    """
     for kind, spec in _specs():
         yield f"{spec}", partial(_errors, kind(device=device), spec)
 
@@ -39,7 +40,7 @@ def _specs() -> Iterator[tuple[type[Bench], object]]:
             yield LinearBench, LinearSpec(512, 384, tokens, block, 0.5, dtype, pass_)
     yield LinearBench, LinearSpec(1024, 1024, 40, 32, 0.1, "bfloat16", "train", "barabasi-albert")
     for pass_, dtype in itertools.product(("forward", "dgrad", "wgrad"), ("float32", "bfloat16")):
-        for stride in (1, 2, 3):  # of the gradient of the input a launch for all, for each phase, and with a table
+        for stride in (1, 2, 3):  # dgrad: one launch, one per phase, with a table
             yield ConvBench, ConvSpec(64, 96, 9, 3, stride=stride, density=0.5, dtype=dtype, pass_=pass_)
     for cell, dtype in itertools.product(("lstm", "mlstm", "smallworld"), ("float32", "bfloat16")):
         config = CharLMConfig(cell=cell, width=288, embedding=32, pattern="barabasi_albert", m=3)

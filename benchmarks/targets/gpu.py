@@ -1,7 +1,7 @@
-"""The targets of linear op, convolutions and recurrent networks on a GPU: what is measured, and when they are met.
+"""Targets of the linear op, convolutions, recurrent networks and transformers on a GPU.
 
-A job gives the rows of one piece of work. It needs no GPU to be listed, and runs on any `bench.device.Device`: on the
-CPU to see that it runs.
+A job gives the rows of one piece of work. Jobs can be listed without a GPU, and run on any `bench.device.Device`: on
+the CPU, to try the program.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from blocksparse_lab.bench.linear_specs import (
 from blocksparse_lab.bench.lstm import LstmBench
 from blocksparse_lab.bench.report import short
 from targets.lstm import GPU_REACH as LSTM_REACH
-from targets.lstm import LstmTarget, sized
+from targets.lstm import LstmTarget, shrink_spec
 from targets.memory import measure_step_memory
 from targets.rows import (
-    MEMORY,
+    MEMORY_TARGET,
     Race,
     Row,
     format_minimum,
@@ -60,15 +60,20 @@ from targets.transformer import TRANSFORMER
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The device's measured peak rates: bytes per second of a copy, read and written, and operations per second
-    of a large dense product, by dtype."""
+    """Measured peak rates of a device.
+
+    `copy` is the bytes per second that a copy reads and writes, `dense` the operations per second of a large dense
+    product by dtype.
+    """
 
     copy: float
     dense: Mapping[str, float]
 
     @classmethod
     def of(cls, device: Device, copied: int = 2**30, side: int = 8192) -> Ceilings:
-        """Measures them on random data: one copy of `copied` bytes, products of square matrices of `side`."""
+        """Measure the rates on random data: a copy of `copied` bytes, and products of matrices with `side` rows and
+        columns.
+        """
         source = torch.randint(256, (copied,), dtype=torch.uint8, device=device.torch)
         calls: dict[str, Call] = {"copy": partial(torch.empty_like(source).copy_, source)}
         for dtype in ("bfloat16", "float32"):
@@ -80,25 +85,25 @@ class Ceilings:
         return cls(2 * copied / samples.time("copy").median, operations)
 
     def least_time(self, result: CaseResult) -> float:
-        """The seconds that bytes and operations of this case take at these rates, whichever take longer."""
+        """Return the seconds that bytes or operations of this case take at these rates, whichever is longer."""
         operations = result.operations / self.dense[result.spec.dtype]
         return max(result.spec.products * result.moved / self.copy, operations)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work, its target, and how to measure it."""
+    """One piece of work, its target, and the function that measures it."""
 
     work: str
     target: str
     measure: Callable[[], list[Row]]
 
     def gives(self, work: str) -> bool:
-        """Whether a row of this work is one of its rows."""
+        """Return whether a row of this work belongs to the job."""
         return work == self.work or work.startswith(f"{self.work}, ")
 
     def run(self) -> list[Row]:
-        """Measures its rows; a failure becomes a row too, so that the others are still measured."""
+        """Measure the rows; a failure becomes a row too, so that the other jobs still run."""
         try:
             return self.measure()
         except NotImplementedError as error:
@@ -112,8 +117,8 @@ class GpuTargets:
     """All targets on one device.
 
     Args:
-        bench: measures the cases; None, to list the jobs only.
-        shrink: how many times fewer features, and tokens up to 256, to see that it runs.
+        bench: measures the cases; None for listing the jobs only.
+        shrink: divides the number of features, and limits tokens to 256, to try the program.
         known: rows of an earlier run on this device, which are not measured again.
     """
 
@@ -128,11 +133,11 @@ class GpuTargets:
         return self._bench
 
     def known(self, job: Job) -> list[Row]:
-        """The rows of a job that are there."""
+        """Return the job's rows that exist already."""
         return [row for work, row in self.rows.items() if job.gives(work)]
 
     def run(self, job: Job) -> list[Row]:
-        """The rows of a job: those known, or measured now."""
+        """Return the rows of a job, measured now unless they exist already."""
         found = self.known(job)
         if not found:
             found = job.run()
@@ -140,23 +145,23 @@ class GpuTargets:
         return found
 
     def jobs(self) -> list[Job]:
-        """The jobs, the most important first."""
+        """Return the jobs, the most important first."""
         return [Job(work, target, partial(measure, work)) for work, target, measure in self._jobs()]
 
     def _jobs(self) -> Iterator[tuple[str, str, Callable[[str], list[Row]]]]:
-        """Work, target, and what measures the rows of that work."""
+        """Yield work, target and the function that measures the rows of that work."""
         yield _CEILINGS, "-", self._ceiling_rows
         for name, target in sorted(GPU_REACH.items(), key=lambda item: not item[0].startswith("few")):
             yield self._title(name, target.spec), target_text(target), partial(self._target, target)
         for block in GPU_BLOCKS:
-            yield f"training step, many tokens, block {block}", _PART, partial(self._training, block)
+            yield f"training step, many tokens, block {block}", _OF_FORWARD, partial(self._training, block)
         for name, spec in GPU_HUBS.items():
             title = self._title(f"layout with hubs, {name}", spec)
             yield title, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec)
         yield _HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host
         for spec in map(self._sized, GPU_MEMORY):
             sizes = f"hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
-            yield f"training memory, {sizes}", MEMORY, partial(self._memory, spec)
+            yield f"training memory, {sizes}", MEMORY_TARGET, partial(self._memory, spec)
         for conv in CONV_REACH:
             for pass_ in ("forward", "dgrad", "wgrad"):
                 image = self._sized_conv(replace(conv.spec, pass_=pass_))
@@ -166,7 +171,7 @@ class GpuTargets:
                     partial(self._conv, image, conv.peer, conv.ratio),
                 )
         for lstm in LSTM_REACH:
-            step = replace(lstm, spec=sized(lstm.spec, self.shrink))
+            step = replace(lstm, spec=shrink_spec(lstm.spec, self.shrink))
             yield step.work, format_minimum(step.ratio, step.peer), partial(self._lstm, step)
         for kind, full, least in TRANSFORMER:
             part = full if self.shrink == 1 else full.shrunk()
@@ -175,12 +180,12 @@ class GpuTargets:
             yield f"geometric mean over {peer}", format_minimum(ratio, peer), partial(self._mean, peer, ratio)
 
     def details(self, name: str) -> dict[str, Any]:
-        """The details of the first row of GPU_REACH of this name, measured at the first call."""
+        """Return the details of the first row with this name in GPU_REACH, measured at the first call."""
         title = self._title(name, GPU_REACH[name].spec)
         return self._first(next(job for job in self.jobs() if job.work == title))
 
     def ceiling_details(self) -> dict[str, Any]:
-        """The details of their row, measured at the first call."""
+        """Return the details of the peak rates, measured at the first call."""
         return self._first(self.jobs()[0])
 
     def _first(self, job: Job) -> dict[str, Any]:
@@ -188,11 +193,11 @@ class GpuTargets:
 
     @property
     def cases(self) -> dict[str, dict[str, Any]]:
-        """The details of the rows of GPU_REACH that are there."""
+        """The details of the existing rows of GPU_REACH."""
         titles = {name: self._title(name, target.spec) for name, target in GPU_REACH.items()}
         return {name: self.rows[title].details for name, title in titles.items() if title in self.rows}
 
-    # -- what measures the rows ------------------------------------------------------------------------------------
+    # -- measuring the rows ----------------------------------------------------------------------------------------
 
     def _ceiling_rows(self, work: str) -> list[Row]:
         small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
@@ -255,7 +260,7 @@ class GpuTargets:
         _, *others = kind.kind.peers
         result = self._bench_of(kind).run(spec, kind.kind.peers)
         details = result.as_dict()
-        del details["bytes_per_second"]  # of language models
+        del details["bytes_per_second"]  # meant for language models
         more = "".join(f", {_in_short(result, peer)}" for peer in others)
         return [speedup_row(work, result, "dense", least, lambda: more, details)]
 
@@ -268,7 +273,7 @@ class GpuTargets:
     def _memory(self, spec: LinearSpec, work: str) -> list[Row]:
         device = self.bench.device
         if device.torch.type != "cuda":
-            raise NotImplementedError("only a GPU counts its memory; of the CPU's, see reach.py")
+            raise NotImplementedError("only a GPU counts its memory; reach.py measures the CPU's")
 
         def before() -> int:
             device.wait()
@@ -304,7 +309,7 @@ class GpuTargets:
 
 _CEILINGS = "bandwidth of a copy, dense peak"
 _HOST = "host time per call, nothing to compute"
-_PART = f">= {GPU_TRAINING_PART:.0%} of forward"
+_OF_FORWARD = f">= {GPU_TRAINING_PART:.0%} of forward"
 
 
 def _has(target: Target, peer: str) -> bool:
@@ -315,7 +320,7 @@ def _has(target: Target, peer: str) -> bool:
 
 
 def target_text(target: Target) -> str:
-    """A target in words.
+    """Return a target as text.
 
     >>> target_text(GPU_REACH["few tokens, bf16, density 0.1"])
     '>= 8x dense, >= 75% of a copy'
@@ -327,9 +332,9 @@ def target_text(target: Target) -> str:
 
 
 def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings | None) -> list[Row]:
-    """The row of a case, with its bandwidth; one more for each further peer that there is a target for.
+    """Return the row of a case with its bandwidth, and a row for each further peer with a target.
 
-    A peer that failed, or peak rates that could not be measured, leave our time.
+    If the peer failed or the peak rates are unknown, the row still has our time.
     """
     (first, ratio), *more = target.ratios
     part = result.bandwidth / ceilings.copy if ceilings else None
@@ -356,17 +361,17 @@ def _in_short(result: CaseResult, peer: str) -> str:
 
 
 def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
-    """The speed-up of a training step over dense, as a part of the forward pass' one."""
+    """Return the row of a training step: its speed-up over dense as a fraction of the forward pass' speed-up."""
     if "dense" in step.refused:
-        return refused_row(work, _PART, step, "dense", step.as_dict())
+        return refused_row(work, _OF_FORWARD, step, "dense", step.as_dict())
     found = step.speedup("dense")
     part = found.median / forward.median
     measured = f"{format_ratio(found)} dense, {part:.0%} of forward's {short(forward.median)}x"
-    return Row(work, _PART, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
+    return Row(work, _OF_FORWARD, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
 
 
 def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, Any]]) -> Row:
-    """The geometric mean of the speed-ups over a peer, over the cases that it could run, by their rows' details."""
+    """Return the row of the geometric mean of the speed-ups over a peer, over all cases that the peer could run."""
     cases, text = list(cases), format_minimum(ratio, peer)
     found = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
     if not found:
@@ -378,7 +383,7 @@ def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, An
 
 
 def host_row(seconds: Mapping[str, Any]) -> Row:
-    """Our eager call without gradients has the target; the others are listed with it."""
+    """Return the row of host times; the target is on our eager call without gradients."""
     parts = [f"{1e6 * spread.median:.1f} us {name}" for name, spread in seconds.items() if isinstance(spread, Spread)]
     parts += [f"{name} not measured" for name, spread in seconds.items() if isinstance(spread, str)]
     details = {name: vars(spread) if isinstance(spread, Spread) else spread for name, spread in seconds.items()}
@@ -387,8 +392,10 @@ def host_row(seconds: Mapping[str, Any]) -> Row:
 
 
 def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spread | str]:
-    """Seconds of the host per call: many calls in a row, without waiting for the device. Where a call fails,
-    the reason. In a CUDA graph it is the device's time, of one of many replayed calls."""
+    """Return host seconds per call, over many calls without waiting for the device, or the reason why a call failed.
+
+    The time "in a graph" is the device's, per call of many replayed ones.
+    """
     layout = spec.layout()
     kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
     x, values = torch.randn(spec.tokens, spec.in_features, **kind), torch.randn(layout.values_shape, **kind)
@@ -413,7 +420,7 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
             compiled = torch.compile(lambda x, values: linear(x, values, layout), fullgraph=True)
             compiled(x, values)
             calls["compiled"] = lambda: compiled(x, values)
-        except Exception as error:  # of the compiler: the others are still measured
+        except Exception as error:  # an error of the compiler: the others are still measured
             refused["compiled"] = f"{type(error).__name__}: {error}"
     samples = alternate(calls, budget=budget, clock=issue)
     graph = device.prepare([calls["eager"]], repeats=100)

@@ -1,4 +1,4 @@
-"""The picture of the rows of `bench.gpu`: speed-ups over dense against density, from what their details say."""
+"""Chart of the rows of `targets.gpu`: speed-ups over dense against density, drawn from their details."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Details = Mapping[str, Any]
 
 
 def write_chart(path: Path, cases: Mapping[str, Details], ceilings: Details, where: str) -> None:
-    """A PNG: speed-up over dense against density, few tokens and many, under what bytes and arithmetic allow.
+    """Write a PNG of the speed-up over dense against density, for few and many tokens, below the bounds of bytes and
+    arithmetic.
 
-    Of the details of rows by their name in GPU_REACH, and those of the row of the copy and the dense peak.
+    `cases` are the details of rows by their names in GPU_REACH; `ceilings` are those of the row of peak rates.
     """
     figure, panels = figure_and_axes((12, 5.2), columns=2)
     measured = {name: case for name, case in cases.items() if "dense" in case.get("speedup", ())}

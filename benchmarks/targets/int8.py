@@ -1,4 +1,4 @@
-"""Times the product in 8 bits against PyTorch's own dense one, which rounds its inputs in each call too."""
+"""Time the int8 product against PyTorch's dense int8 product, which also rounds its inputs in each call."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from blocksparse_lab.bench.case import check_errors, relative_error
 from targets.rows import RowIterator, format_ratio, race, timing_options
 
 HIDDEN, TOKENS, DENSITIES = 4096, (1, 64, 1024), (0.25, 0.1)
-MIN_RATIO = {0.25: 3.0, 0.1: None}  # times as fast as dense, in 8 bits both
+MIN_RATIO = {0.25: 3.0, 0.1: None}  # speed-up over the dense int8 product, by density
 OURS, DENSE, FLOAT32 = "ours", "dense int8", "our float32"
 
 
 @torch.no_grad()
 def rows(budget: float, quick: bool = False) -> RowIterator:
-    """A row for each density and number of tokens.
+    """Yield a row for each density and number of tokens.
 
     >>> next(rows(0.1, quick=True)).work
     'int8 forward, hidden 256, 1 tokens, density 0.25'
     """
     hidden = HIDDEN // 16 if quick else HIDDEN
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao.quantization moves to torchao, which needs a package of its own
+        warnings.simplefilter("ignore")  # torch.ao.quantization is deprecated for torchao, another package
         dense = torch.ao.quantization.quantize_dynamic(
             nn.Sequential(nn.Linear(hidden, hidden)), {nn.Linear}, torch.qint8
         )

@@ -1,7 +1,7 @@
-"""Times the linear product against libxsmm's block-sparse one (BCSC), where that is built: benchmarks/libxsmm/build.py.
+"""Time the linear product against libxsmm's block-sparse one (BCSC), once benchmarks/libxsmm/build.py has built it.
 
-Two forms of it: within libxsmm's own panels of tokens, which inputs and outputs of a layer are not in; and from and to
-row-major `[tokens, features]`. In each the width of the panels and the order of work are the fastest of those tried.
+It is timed in two forms: on libxsmm's own panels of tokens, a format that layers do not use, and on row-major `[tokens,
+features]`. Each form uses the fastest panel width and order of work that was tried.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ VARIABLE = "BLOCKSPARSE_LIBXSMM"
 BUILT = Path(__file__).parents[2] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
 
 OWN, ROWS = "libxsmm, own panels", "libxsmm, row-major"
-MIN_ROWS, MIN_OWN = 1.1, 0.95  # times as fast: each product; the geometric mean of all
+MIN_ROWS, MIN_OWN = 1.1, 0.95  # target speed-ups: of each product; of the geometric mean
 
 SHAPES = ((1, 2048, 32), (1, 2048, 512), (2, 4096, 64), (2, 4096, 1024))  # threads, features in and out, tokens
 BLOCKS, DTYPES = (8, 16, 32), ("float32", "bfloat16")
-WIDTHS, CHUNKS = (16, 32, 64, 128), 8  # of panels, in tokens; of the outputs, per thread
+WIDTHS, CHUNKS = (16, 32, 64, 128), 8  # panel widths in tokens; chunks of outputs per thread
 TRIES = 5
 
 
 @torch.no_grad()
 def rows(budget: float, quick: bool = False) -> RowIterator:
-    """A row for each form, dtype, shape and block size, and the means; or one that says why there are none."""
+    """Yield a row for each form, dtype, shape and block size, and the means, or one row with the reason why there are
+    none.
+    """
     try:
         found = library()
     except BlockSparseError as error:
@@ -62,7 +64,7 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
             with set_threads(threads):
                 errors = case.check(bench.seed)
                 try:
-                    race, plans = measured(bench, case, threads)
+                    race, plans = time_both_forms(bench, case, threads)
                 except BlockSparseError as error:
                     yield unmeasured_row(work, f">= {MIN_ROWS:g}x {ROWS}", error)
                     continue
@@ -84,13 +86,14 @@ def mean_row(dtype: str, ratios: list[float]) -> Row:
     return Row(f"{dtype} forward, geometric mean of all", target, f"{mean:.2f}x {OWN}", mean >= MIN_OWN)
 
 
-def measured(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, dict[str, Any]]:
-    """Checks both forms of libxsmm against float64, then times them and ours in turn; the times, and each form's `how`.
+def time_both_forms(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, dict[str, Any]]:
+    """Check both forms of libxsmm against float64, then time them and ours in turn; return the times and each form's
+    plan.
 
     Raises:
         BlockSparseError: libxsmm has no such kernel, or its result is wrong.
     """
-    peers = {name: fastest(case, name, threads) for name in (OWN, ROWS)}
+    peers = {name: fastest_plan(case, name, threads) for name in (OWN, ROWS)}
     for name, peer in peers.items():
         if fault := case.find_fault(name, peer.result):
             raise BlockSparseError(fault)
@@ -98,8 +101,8 @@ def measured(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, 
     return Race(samples), {name: peer.how for name, peer in peers.items()}
 
 
-def fastest(case: LinearCase, form: str, threads: int) -> Peer:
-    """The product in the form that libxsmm takes least time for, of all widths and orders."""
+def fastest_plan(case: LinearCase, form: str, threads: int) -> Peer:
+    """Return the product in this form with the fastest of all panel widths and orders."""
     spec, best, least = case.spec, None, float("inf")
     orders = ((1, True), (CHUNKS * threads, True), (CHUNKS * threads, False))
     for width, (chunks, panels_first), prefetch in product(WIDTHS, orders, (False, True)):
@@ -119,13 +122,13 @@ def fastest(case: LinearCase, form: str, threads: int) -> Peer:
 
 
 class Peer:
-    """A product by libxsmm: `call` runs it, `result` gives it in row-major."""
+    """A product by libxsmm: `call` runs it, and `result` returns it in row-major order."""
 
     def __init__(self, library: Library, case: LinearCase, form: str, threads: int, how: dict[str, Any]):
         self.library, self.form, self.threads, self.how = library, form, threads, how
         spec, layout = case.spec, case.layout
         self.x, self.values = case.x.contiguous(), case.values
-        # Of W: the column pointers and rows of its transpose, which is what BCSC stores.
+        # The CSR arrays of W are the CSC arrays of its transpose, which BCSC stores.
         self.crow, self.col = layout.crow_indices().int(), layout.col_indices().int()
         self.plan = library.plan(spec, layout, threads, **how)
         if self.plan is None:
@@ -141,7 +144,7 @@ class Peer:
         return self._in_rows if self.form == ROWS else self._in_panels
 
     def result(self) -> Tensor:
-        """The product in row-major."""
+        """Return the product in row-major order."""
         return self._in_rows() if self.form == ROWS else self._in_panels().transpose(1, 2).reshape(self.shape)
 
     def _in_panels(self) -> Tensor:
@@ -159,7 +162,7 @@ class Peer:
 
 
 class Library:
-    """The shim, loaded."""
+    """The loaded shim."""
 
     def __init__(self, path: Path):
         shim = ctypes.CDLL(str(path))
@@ -169,7 +172,7 @@ class Library:
         self.free = self._function(shim.blocksparse_libxsmm_free, None, address)
         target = self._function(shim.blocksparse_libxsmm_target, ctypes.c_char_p)
         self.target = target().decode()
-        """The CPU that libxsmm makes code for."""
+        """The CPU that libxsmm generates code for."""
         (torch_cpu,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
         self._loop = ctypes.cast(ctypes.CDLL(str(torch_cpu)).torch_parallel_for, address)
 
@@ -179,7 +182,7 @@ class Library:
         return function
 
     def serves(self, dtype: str) -> bool:
-        """Whether libxsmm has kernels of this dtype for this CPU."""
+        """Return whether libxsmm has kernels of this dtype for this CPU."""
         spec = LinearSpec(16, 16, 16, block=8, density=1, dtype=dtype)
         plan = self.plan(spec, spec.layout(), 1, width=16, chunks=1, panels_first=True, prefetch=False)
         if plan is not None:
@@ -196,7 +199,7 @@ class Library:
         panels_first: bool,
         prefetch: bool,
     ) -> int | None:
-        """The address of a kernel and its division; None where libxsmm has no such kernel."""
+        """Return the address of a planned product, or None if libxsmm has no such kernel."""
         sizes = (spec.tokens, spec.in_features, spec.out_features, *layout.block_shape, width, chunks)
         plan: int | None = self._plan(spec.dtype == "bfloat16", *sizes, panels_first, prefetch, threads)
         return plan
@@ -213,16 +216,16 @@ def _loaded(path: Path) -> Library:
 
 
 def library() -> Library:
-    """The shim from the path in BLOCKSPARSE_LIBXSMM, or where benchmarks/libxsmm/build.py puts it.
+    """Return the shim from the path in BLOCKSPARSE_LIBXSMM, or from where benchmarks/libxsmm/build.py puts it.
 
     Raises:
-        BlockSparseError: it is not there, or does not load.
+        BlockSparseError: the shim does not exist, or does not load.
     """
     path = Path(os.environ.get(VARIABLE) or BUILT)
     if not path.exists():
         raise BlockSparseError(
-            f"no {path}: `python benchmarks/libxsmm/build.py <libxsmm's sources>` builds it; "
-            f"{VARIABLE} is its path elsewhere"
+            f"no {path}: build it with `python benchmarks/libxsmm/build.py <libxsmm's sources>`, "
+            f"or set {VARIABLE} to its path"
         )
     try:
         return _loaded(path)
@@ -232,7 +235,7 @@ def library() -> Library:
 
 @contextmanager
 def set_threads(count: int) -> Iterator[None]:
-    """Within it, PyTorch has this many threads."""
+    """Set the number of PyTorch's threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

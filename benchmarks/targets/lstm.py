@@ -1,6 +1,6 @@
-"""The targets of the recurrent networks: what is measured for each, and when it is met.
+"""Targets of recurrent networks.
 
-`rows` gives all of those on a CPU; those on a GPU are jobs of `bench.gpu`.
+`rows` measures those on a CPU; those on a GPU (`GPU_REACH`) are jobs of `targets.gpu`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, parameter_count
 from targets.memory import process_bytes, run_in_process
 from targets.rows import Race, Row, RowIterator, race, ratio_row, timing_options, unmeasured_row
 
-# A step at equal parameters takes at most this many times as long as that of the narrower dense net.
+# A training step takes at most this many times as long as that of a narrower dense net with equal parameters.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))
 EQUAL_TIME = 1.15
-# Layers of this density are this many times as fast as torch.nn.LSTM of the same width.
+# Layers of this density must be this many times as fast as torch.nn.LSTM of the same width.
 WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
-# Dense layers of this width are not measurably slower than torch.nn.LSTM: inference is the same kernel.
+# Dense layers of this width must not be measurably slower than torch.nn.LSTM; inference uses the same kernel.
 DENSE_WIDTH, DENSE_TIME = 512, 1.01
-# Layers of these widths and this density, of some sequences and steps, without gradients: one call of a service.
+# Inference of single layers with few sequences and steps, as in a service.
 FEW_WIDTHS, FEW_DENSITY = (4096, 1024), 0.1
 FEW = ((1, 1), (1, 32), (8, 1), (8, 32), (32, 1), (32, 32))  # sequences and steps
-# A net of this width is trained within this much memory.
+# Training a net of this width must fit into this much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
 MEMORY = 8 * 2**30
 
 
 @dataclass(frozen=True)
 class LstmTarget:
-    """A spec and its target, the least speed-up over a peer."""
+    """A spec and the target speed-up over a peer."""
 
     spec: LstmSpec
     peer: str
@@ -52,16 +52,16 @@ class LstmTarget:
         return f"a step, {describe(self.spec)}, {self.peer}"
 
 
-# On an H200, against cuDNN. The narrow net is the published one, with as many recurrent weights.
+# Targets on an H200 against cuDNN. The narrow net is the published one, which has the same number of recurrent weights.
 _gpu = replace(WIDEST, batch=128, seq=64, dtype="bfloat16", narrow=3168)
 GPU_REACH = (LstmTarget(_gpu, "torch", 0.8), LstmTarget(_gpu, "torch-wide", 10.0))
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
-    """Measures all targets, one after the other; `quick` uses small sizes, to see that it runs."""
-    # A dense step of these widths takes seconds.
+    """Measure all targets one after the other; `quick` uses small sizes, to try the program."""
+    # A dense step of WIDTHS takes seconds, so it needs a longer budget.
     bench, longer = LstmBench(**timing_options(budget, quick)), LstmBench(**timing_options(4 * budget, quick))
-    equal = sized(EQUAL, 4 if quick else 1)
+    equal = shrink_spec(EQUAL, 4 if quick else 1)
     yield equal_row(bench, equal, EQUAL_TIME)
     for changes in ({"m": 4}, {"m": 2}, {"cell": "mlstm"}, {"cell": "smallworld"}):
         yield equal_row(bench, replace(equal, config=replace(equal.config, **changes)), None)
@@ -73,11 +73,11 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     yield dense_row(bench, replace(equal, pass_="inference"), dense)
     for width in FEW_WIDTHS:
         yield from few_rows(bench, width // (32 if quick else 1))
-    yield memory_row(sized(WIDEST, 16 if quick else 1))
+    yield memory_row(shrink_spec(WIDEST, 16 if quick else 1))
 
 
-def sized(spec: LstmSpec, shrink: int) -> LstmSpec:
-    """A small version of the spec: a model with `shrink` times fewer units, few and short texts."""
+def shrink_spec(spec: LstmSpec, shrink: int) -> LstmSpec:
+    """Return a smaller spec: a model with `shrink` times fewer units, and few short texts."""
     if shrink == 1:
         return spec
     config = replace(spec.config, width=spec.config.width // shrink)
@@ -90,7 +90,7 @@ def describe(spec: LstmSpec) -> str:
 
 
 def equal_row(bench: LstmBench, spec: LstmSpec, target: float | None) -> Row:
-    """The time of a training step, as a multiple of that of a dense net with as many parameters."""
+    """Return the row of a training step's time, as a multiple of that of a dense net with equal parameters."""
     result = bench.run(spec, ["dense"])
     slower, facts = result.samples.ratio(OURS, "dense"), result.facts
     work = f"a step, {describe(spec)}, batch {spec.batch}, seq {spec.seq}"
@@ -105,9 +105,9 @@ def equal_row(bench: LstmBench, spec: LstmSpec, target: float | None) -> Row:
 
 
 def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: float | None) -> Row:
-    """A step of one layer against torch.nn.LSTM of the same width; batch and sequence are those of the spec.
+    """Return the row of one layer's step against torch.nn.LSTM of the same width, with batch and sequence of the spec.
 
-    Of as many inputs as units the inputs' weight has the density too; else it is dense, and both spend on it the same.
+    With as many inputs as units, the input weight is sparse too; otherwise it is dense and costs both the same.
     """
     torch.manual_seed(bench.seed)
     ours = LSTM(inputs, width, density=WIDE_DENSITY)
@@ -121,7 +121,7 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
 
 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
-    """A dense layer against torch.nn.LSTM, both with as many inputs as units."""
+    """Return the row of a dense layer against torch.nn.LSTM, with as many inputs as units."""
     torch.manual_seed(bench.seed)
     found, details = _layers(bench, spec, LSTM(width, width))
     what = "a step" if spec.pass_ == "train" else "inference"
@@ -131,7 +131,7 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
 
 
 def few_rows(bench: LstmBench, width: int) -> RowIterator:
-    """Inference of one layer, with as many inputs as units, against torch.nn.LSTM of as many parameters."""
+    """Yield rows of inference of one layer against torch.nn.LSTM with the same number of parameters."""
     torch.manual_seed(bench.seed)
     ours = LSTM(width, width, density=FEW_DENSITY)
     parameters = sum(parameter.numel() for parameter in ours.parameters())
@@ -142,7 +142,7 @@ def few_rows(bench: LstmBench, width: int) -> RowIterator:
             OURS: forward(ours, torch.randn(steps, batch, width)),
             "torch.nn.LSTM": forward(theirs, torch.randn(steps, batch, narrow)),
         }
-        if steps == 1:  # of one step it takes a tenth of the layer's time
+        if steps == 1:  # for one step, a cell takes a tenth of the layer's time
             calls["torch.nn.LSTMCell"] = forward(cell, torch.randn(batch, narrow))
         found = race(calls, bench.rounds, bench.budget)
         best = min((name for name in calls if name != OURS), key=lambda name: found.samples.time(name).median)
@@ -153,10 +153,10 @@ def few_rows(bench: LstmBench, width: int) -> RowIterator:
 
 
 def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
-    """Times a layer and torch.nn.LSTM with the same weights, whose results must be the same; further facts."""
+    """Check that a layer and torch.nn.LSTM with the same weights agree, and time both; return times and facts."""
     generator = torch.Generator().manual_seed(bench.seed)
     x, grad = (torch.randn(spec.seq, spec.batch, n, generator=generator) for n in (ours.input_size, ours.hidden_size))
-    theirs = torchs(ours)
+    theirs = to_torch_lstm(ours)
     errors = [relative_error(*pair) for pair in zip(_results(ours, x, grad), _results(theirs, x, grad), strict=True)]
     differences = {"y": errors[0], "grad_x": errors[1]}
     check_errors(BOUNDS["float32"], differences, ours, "torch.nn.LSTM")
@@ -166,8 +166,8 @@ def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[st
     return race(calls, bench.rounds, bench.budget), facts
 
 
-def torchs(ours: LSTM) -> nn.LSTM:
-    """torch.nn.LSTM with the same weights, dense."""
+def to_torch_lstm(ours: LSTM) -> nn.LSTM:
+    """Return a torch.nn.LSTM with the layer's weights, made dense."""
     theirs = nn.LSTM(ours.input_size, ours.hidden_size)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -185,7 +185,7 @@ def _results(lstm: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
     if pass_ == "inference":
         return forward(lstm, x)
-    x = x.clone().requires_grad_()  # as the second layer of a net
+    x = x.clone().requires_grad_()  # as in the second layer of a net, which needs this gradient
 
     def backward() -> Tensor:
         x.grad = None
@@ -200,11 +200,11 @@ def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
 
 
 def memory_row(spec: LstmSpec) -> Row:
-    """The peak memory of a process that trains the net, all of it: Python and PyTorch, too."""
+    """Return the row of the peak memory of a whole process, including Python and PyTorch, that trains the net."""
     work = f"training, {describe(spec)}, batch {spec.batch}, seq {spec.seq}"
     goal = f"a process below {MEMORY >> 30} GiB"
     try:
-        found = run_in_process(peak, vars(spec.config), spec.batch, spec.seq)
+        found = run_in_process(measure_peak, vars(spec.config), spec.batch, spec.seq)
     except BlockSparseError as error:
         return unmeasured_row(work, goal, error)
     step = Spread.of(found["seconds"])
@@ -214,10 +214,10 @@ def memory_row(spec: LstmSpec) -> Row:
     return Row(work, goal, measured, found["peak"] < MEMORY, details)
 
 
-def peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[str, Any]:
-    """The peak memory of a few training steps, and the seconds of each but the first; in a process of its own.
+def measure_peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[str, Any]:
+    """Return the peak memory of a few training steps and the seconds of all but the first; runs in its own process.
 
-    It is the process' high-water mark: `ru_maxrss` would begin with that of the process that started it.
+    The peak is the high-water mark of /proc/self/status: `ru_maxrss` starts at that of the parent process.
     """
     spec = LstmSpec(CharLMConfig(**config), batch, seq)
     case = LstmCase(spec, seed=0)

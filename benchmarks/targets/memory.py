@@ -1,4 +1,4 @@
-"""The memory of processes, measured from within them."""
+"""Measure the memory of processes from within."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blocksparse.ops.linear import linear
 
 
 def process_bytes(name: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
@@ -28,15 +28,15 @@ def process_bytes(name: str) -> int:
 
 
 def reset_peak() -> None:
-    """Sets the high-water mark back to what is resident now."""
+    """Reset the high-water mark to the memory that is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a process of its own; arguments and result go through JSON.
+    """Call a function in a process of its own; arguments and result go through JSON.
 
     Raises:
-        BlockSparseError: the process failed, with the last line that it said.
+        BlockSparseError: the process failed; the message has the last line of its stderr.
     """
     module, name = function.__module__, function.__name__
     program = f"import json, sys; from {module} import {name}; print(json.dumps({name}(*json.loads(sys.argv[1]))))"
@@ -44,13 +44,13 @@ def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise BlockSparseError.expected(name, "a run to its end", said)
+        last_line = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise BlockSparseError.expected(name, "a run to its end", last_line)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def train_step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> None:
-    """A forward and backward of the linear product."""
+    """Run forward and backward of the linear product."""
     x, values = x.requires_grad_(), values.requires_grad_()
     torch.autograd.grad(linear(x, values, layout), (x, values), grad)
 
@@ -58,13 +58,13 @@ def train_step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> 
 def measure_step_memory(
     layout: BlockLayout, tokens: int, before: Callable[[], int], after: Callable[[], int], **kind: Any
 ) -> dict[str, int]:
-    """What the peak of a forward and backward adds to what is there before; its plans and indices are counted.
+    """Return how far the peak of a forward and backward exceeds the bytes before it, including plans and indices.
 
-    `before()` gives the bytes that are there and resets the peak, which `after()` gives.
+    `before()` resets the peak and returns the bytes in use; `after()` returns the peak.
     """
     block = layout.block_shape[0]
     sides = (4, block), (1, block, block), (4, block)
-    train_step(BlockLayout([[True]], block), *(torch.randn(side, **kind) for side in sides))  # loads libraries
+    train_step(BlockLayout([[True]], block), *(torch.randn(side, **kind) for side in sides))  # to load libraries
     x = torch.randn(tokens, layout.shape[1], **kind)
     values, grad = torch.randn(layout.values_shape, **kind), torch.randn(tokens, layout.shape[0], **kind)
     there = before()
@@ -78,7 +78,7 @@ def measure_step_memory(
 
 
 def measure_linear_memory(hidden: int, tokens: int, density: float) -> dict[str, int]:
-    """The memory of a forward and backward on the CPU; in a process of its own."""
+    """Measure the memory of a forward and backward on the CPU; runs in its own process."""
 
     def before() -> int:
         reset_peak()

@@ -1,14 +1,14 @@
-"""The time of an epoch of a truly sparse MLP, against the dense net of its shape and an implementation in scipy.
+"""Time an epoch of a truly sparse MLP against the dense net of its shape and an implementation in scipy.
 
-All train the same net in the same way: forward, cross entropy, backward, momentum SGD, with All-ReLU and dropout. That
-they compute the same loss and gradients, dropout off, is checked first. The contenders:
+All train the same net in the same way: forward, cross entropy, backward, momentum SGD, with All-ReLU and dropout. Loss
+and gradients without dropout are compared first. The contenders:
 
     blocksparse  `SparseMLP` and `bs.sparsity.SGD`.
-    dense        the same with torch.nn.Linear and torch.optim.SGD, in whichever of its implementations is faster; with
-                 our dropout, which is faster than PyTorch's.
-    scipy        numpy and scipy.sparse, as well as these allow; as in ours nothing dense is made: see `ScipyNet`.
-    blas         the same, but the gradient of the values is taken out of that of the whole weight, which BLAS computes
-                 at the speed of dense nets: faster for a small net, out of the question for a large one. One thread.
+    dense        the same with torch.nn.Linear and the faster implementation of torch.optim.SGD, and our dropout, which
+                 is faster than PyTorch's.
+    scipy        numpy and scipy.sparse as fast as they allow; as in ours, nothing dense is formed: see `ScipyNet`.
+    blas         as scipy, but the gradient of the values is gathered from the dense gradient, which BLAS computes with
+                 one thread at the speed of dense nets: faster for a small net, impossible for a large one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from blocksparse_lab.models.mlp import SparseMLP
 from targets.rows import Race, Row, RowIterator, race, timing_options
 
 PEERS = ("dense", "scipy", "blas")
-# Relative L2 difference of loss and gradients between any two of them, at most.
+# Largest relative L2 difference from our loss and gradients.
 BOUND = 1e-5
-# An epoch is faster than the dense one, and this many times as fast as scipy's.
+# Target speed-ups of an epoch, with their texts.
 TARGETS = {"dense": (1.0, "> 1x dense torch.nn"), "scipy": (5.0, ">= 5x scipy CSR")}
 
-# A call that is timed: as in an epoch, a step finds in the caches what the one before it left there.
+# Steps per timed call: as in an epoch, a step finds the caches as the step before left them.
 STEPS = 10
 
 Results = dict[str, np.ndarray]
@@ -48,10 +48,10 @@ Results = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """One net and how it is trained; by default as published for Fashion-MNIST.
+    """A net and its training, by default as published for Fashion-MNIST.
 
-    `sizes` are the features of the input, of each hidden layer, of the output; rows that do not fill a batch are left
-    out of an epoch.
+    `sizes` are the features of the input, of each hidden layer and of the output. Rows that do not fill a batch are
+    left out of an epoch.
 
     >>> MlpSpec().steps
     468
@@ -75,10 +75,10 @@ class MlpSpec:
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
-    """Times an epoch against dense and scipy, with PyTorch's number of threads and with one; `quick` uses small sizes.
+    """Time an epoch against dense and scipy, with PyTorch's number of threads and with one; `quick` uses small sizes.
 
     Raises:
-        BlockSparseError: scipy is missing, or loss or gradients of one of them differ from ours.
+        BlockSparseError: scipy is missing, or a loss or gradient differs from ours.
     """
     spec = MlpSpec((60, 80, 80, 10), epsilon=3, batch=16, rows=160) if quick else MlpSpec()
     problem = MlpProblem(spec)
@@ -88,7 +88,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
         torch.set_num_threads(threads)
         try:
             with _one_blas_thread():
-                samples, details = measured(problem, **timing_options(budget, quick))
+                samples, details = time_epochs(problem, **timing_options(budget, quick))
         finally:
             torch.set_num_threads(before)
         details |= {"threads": threads, "differences": differences}
@@ -96,8 +96,8 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
             yield epoch_row(spec, peer, samples, details, has_target=threads == before)
 
 
-def measured(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, dict[str, Any]]:
-    """Seconds of an epoch of each contender, by round, and further facts."""
+def time_epochs(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, dict[str, Any]]:
+    """Return the seconds of an epoch of each contender, by round, and further facts."""
     dense = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
     kind = _fastest(dense)
     step, evolve = problem.our_step(), problem.evolution()
@@ -105,7 +105,7 @@ def measured(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, 
     calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": evolve}
     steps = race(calls, rounds, budget).samples.per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
     evolution = steps.time("evolution").median
-    # Scipy's would take longer: it had to rebuild its matrices. The dense net has no topology.
+    # Scipy would take longer than our evolution, as it would rebuild its matrices. The dense net has no topology.
     extra = {OURS: evolution, "dense": 0.0, "scipy": evolution, "blas": evolution}
     epochs = {name: [problem.spec.steps * t + extra[name] for t in steps.seconds[name]] for name in (OURS, *PEERS)}
     details = {
@@ -121,7 +121,7 @@ def measured(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, 
 
 
 def _one_blas_thread() -> Any:
-    # Its other threads would go on spinning: on two cores they made a step of ours take 2.4 times as long.
+    # More BLAS threads keep spinning after a product: on two cores, our steps took 2.4 times as long.
     try:
         return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     except ImportError:
@@ -135,7 +135,7 @@ def _repeated(step: Call) -> None:
 
 
 def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any], has_target: bool) -> Row:
-    """The speed-up of our epoch over a peer's."""
+    """Return the row of our epoch's speed-up over a peer's."""
     threads = details["threads"]
     work = f"an epoch, {describe(spec)}, {threads} thread{'s' * (threads != 1)}"
     wgrads = ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
@@ -152,7 +152,8 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
 
 
 def describe(spec: MlpSpec) -> str:
-    """
+    """Return the net and its training as text.
+
     >>> describe(MlpSpec())
     'MLP 784-1000-1000-1000-10, epsilon 20, 60,000 rows, batch 128, SET'
     """
@@ -161,7 +162,7 @@ def describe(spec: MlpSpec) -> str:
 
 
 class MlpProblem:
-    """A net with its inputs, in our form and in its peers': the same weights in all."""
+    """One net and its inputs, in our form and in each peer's, with the same weights."""
 
     def __init__(self, spec: MlpSpec, seed: int = 0):
         self.spec, self.seed = spec, seed
@@ -170,12 +171,12 @@ class MlpProblem:
         self.labels = torch.randint(spec.sizes[-1], (spec.batch,), generator=generator)
 
     def ours(self) -> SparseMLP:
-        """A new copy of the net."""
+        """Return a new copy of the net."""
         s = self.spec
         return SparseMLP(s.sizes, epsilon=s.epsilon, alpha=s.alpha, dropout=s.dropout, seed=self.seed)
 
     def dense(self) -> SparseMLP:
-        """The dense net that computes the same."""
+        """Return the dense net that computes the same."""
         s = self.spec
         dense = SparseMLP(s.sizes, density=None, alpha=s.alpha, dropout=s.dropout)
         with torch.no_grad():
@@ -193,7 +194,7 @@ class MlpProblem:
         return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned(dense=True)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Call:
-        """A training step."""
+        """Return a training step as a call."""
         model.train()
 
         def run() -> Tensor:
@@ -211,21 +212,21 @@ class MlpProblem:
         return self.step(model, SGD(model.parameters(), s.lr, s.momentum, s.weight_decay))
 
     def dense_step(self, kind: str) -> Call:
-        """A training step with PyTorch's "fused" or "foreach" SGD."""
+        """Return a training step with PyTorch's "fused" or "foreach" SGD."""
         model, s = self.dense(), self.spec
         chosen = {"fused": kind == "fused", "foreach": kind == "foreach"}
         sgd = torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, **chosen)
         return self.step(model, sgd)
 
     def evolution(self) -> Call:
-        """The evolution between two epochs, with the momentum at that time."""
+        """Return the evolution between two epochs as a call, with the momentum of that time."""
         model, s = self.ours(), self.spec
         optimizer = SGD(model.parameters(), s.lr, s.momentum, s.weight_decay)
         self.step(model, optimizer)()
         return SET(model, optimizer, s.zeta, skip=model.output).step
 
     def check(self) -> dict[str, float]:
-        """The largest relative L2 difference from ours in loss or any gradient, by peer."""
+        """Return the largest relative L2 difference from our loss and gradients, by peer."""
         expected = self._results(self.ours())
         found = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
         worst = {}
@@ -236,7 +237,7 @@ class MlpProblem:
         return worst
 
     def _results(self, model: SparseMLP) -> Results:
-        """Loss and gradients without dropout, those of a dense net where ours has connections."""
+        """Return loss and gradients without dropout; of a dense net, the gradients of our connections."""
         loss = self._loss(model.eval())
         loss.backward()
         results = {"loss": loss.detach().numpy()}
@@ -250,7 +251,7 @@ class MlpProblem:
 
 
 def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
-    """The layers of two nets."""
+    """Return the layers of two nets in pairs."""
     return zip(model.layers, other.layers, strict=True)
 
 
@@ -262,10 +263,10 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 class ScipyNet:
-    """The net in numpy and scipy.sparse; float32, int32 indices, activations `[features, batch]` as CSR products need.
+    """The net in numpy and scipy.sparse, which must be installed: float32, int32 indices, activations `[features,
+    batch]`, as CSR products need.
 
-    What can be done in several ways is timed in all of them, and the fastest is taken: `tuned`. The weights are copies
-    of the model's; scipy has to be there.
+    `tuned` times the ways to compute each kind of product and takes the fastest. The weights are copies of the model's.
     """
 
     def __init__(self, spec: MlpSpec, model: SparseMLP, x: Tensor, labels: Tensor):
@@ -276,7 +277,9 @@ class ScipyNet:
         self.random = np.random.Generator(np.random.SFC64(0))
 
     def tuned(self, dense: bool = False) -> ScipyNet:
-        """Itself, with the faster way chosen for each kind of product; `dense` allows what makes a dense gradient."""
+        """Choose the faster way for each kind of product and return self; `dense` allows those that form a dense
+        gradient.
+        """
         inputs, _, _ = self._forward(0.0)
         for layer, a in zip(self.layers, inputs, strict=True):
             delta = self.random.standard_normal((layer.shape[0], a.shape[1]), dtype=np.float32)
@@ -286,7 +289,7 @@ class ScipyNet:
         return self
 
     def results(self) -> Results:
-        """Loss and gradients without dropout."""
+        """Return loss and gradients without dropout."""
         loss, gradients = self._gradients(0.0)
         results: Results = {"loss": np.array(loss)}
         for i, (values, bias) in enumerate(gradients):
@@ -294,7 +297,7 @@ class ScipyNet:
         return results
 
     def step(self) -> float:
-        """A training step; returns the loss."""
+        """Run a training step and return the loss."""
         s = self.spec
         loss, gradients = self._gradients(s.dropout)
         for layer, own in zip(self.layers, gradients, strict=True):
@@ -307,11 +310,11 @@ class ScipyNet:
         return loss
 
     def _forward(self, dropout: float) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-        """The inputs of all layers and the factors of all hidden units; the scores `[classes, batch]`."""
+        """Return the inputs of all layers, the factors of all hidden units, and the scores `[classes, batch]`."""
         inputs, factors = [self.x], []
         for layer, slope in zip(self.layers, self.slopes, strict=False):
             z = layer.forward(inputs[-1])
-            # Multiplied with it, activation and dropout are done, and in the backward pass again.
+            # One factor does activation and dropout, in both passes.
             factor = np.multiply(z > 0, 1 - slope, dtype=np.float32)
             factor += slope
             if dropout:
@@ -323,7 +326,7 @@ class ScipyNet:
         return inputs, factors, self.layers[-1].forward(inputs[-1])
 
     def _gradients(self, dropout: float) -> tuple[float, list[tuple[np.ndarray, np.ndarray]]]:
-        """The loss, and the gradients of values and bias of each layer."""
+        """Return the loss, and the gradients of values and bias of each layer."""
         inputs, factors, scores = self._forward(dropout)
         scores -= scores.max(0)
         delta = np.exp(scores)
@@ -344,7 +347,7 @@ class ScipyNet:
 
 
 class _ScipyLayer:
-    """A weight in CSR, its transpose, and what SGD keeps of it."""
+    """A weight in CSR, its transpose, and its momentum."""
 
     def __init__(self, layer: Any):
         sparse = import_scipy_sparse()
@@ -358,7 +361,7 @@ class _ScipyLayer:
         turned = layout.T
         arrays = (self.values[self.order], np.array(turned.col_of_block), np.array(turned.row_start))
         self.turned = sparse.csr_array(arrays, shape=turned.shape)
-        self.view = self.weight.T  # in CSC, of the very same values
+        self.view = self.weight.T  # CSC, sharing the values
         self.parameters = (self.weight.data, self.bias)
         self.momenta = tuple(np.zeros_like(p) for p in self.parameters)
         self.ways = {"dgrad": "transposed CSR", "wgrad": "gathers"}
@@ -376,7 +379,7 @@ def _dgrad_turned(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
 
 def _wgrad_gathered(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
     found = np.empty_like(layer.values)
-    for first in range(0, len(found), 4096):  # 4,096 rows of either stay in the cache
+    for first in range(0, len(found), 4096):  # 4,096 rows of each fit into the cache
         part = slice(first, first + 4096)
         np.einsum("kb,kb->k", delta[layer.rows[part]], a[layer.cols[part]], out=found[part])
     return found

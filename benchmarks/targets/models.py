@@ -1,6 +1,6 @@
-"""Targets of whole models that `sparsify` returns, built by the transformers library and by torch.nn.
+"""Targets of whole models from `sparsify`, built with the transformers library and torch.nn.
 
-Weights are random: a speed does not depend on them. Each model is checked against what `densify` makes of it.
+Weights are random, since speed does not depend on them. Each model is checked against its densified form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blocksparse.nn.module import BlockSparseModule
 from blocksparse_lab.bench.case import OURS, check_errors, relative_error
 from targets.rows import RowIterator, format_minimum, race, timing_options, unmeasured_row
 
-# Relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
+# Largest relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -29,9 +29,9 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model, made with a number of layers, and a density; the least speed-up over the dense model, if there is one.
+    """A model with a number of layers, a density, and the target speed-up over the dense model, if any.
 
-    With `force` every layer becomes block-sparse; otherwise `sparsify` may leave what would be slower.
+    With `force`, every layer becomes block-sparse; otherwise `sparsify` may leave layers dense that would get slower.
     """
 
     work: str
@@ -45,7 +45,7 @@ class ModelTarget:
 
 
 def bert(layers: int, dtype: torch.dtype) -> Made:
-    """An encoder as wide as BERT-base, 8 texts of 128 tokens."""
+    """Return an encoder as wide as BERT-base, and 8 texts of 128 tokens."""
     from transformers import BertConfig, BertModel
 
     model: nn.Module = BertModel(BertConfig(num_hidden_layers=layers, vocab_size=1000))
@@ -53,7 +53,7 @@ def bert(layers: int, dtype: torch.dtype) -> Made:
 
 
 def llama(layers: int, dtype: torch.dtype) -> Made:
-    """A decoder of 1,024 features, one token."""
+    """Return a decoder with 1,024 features, and one token."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16)
@@ -63,7 +63,7 @@ def llama(layers: int, dtype: torch.dtype) -> Made:
 
 
 def lstm(batch: int) -> Callable[[int, torch.dtype], Made]:
-    """An LSTM of 256 units with 40 inputs, 160 steps."""
+    """Return a maker of an LSTM of 256 units with 40 inputs and 160 steps."""
 
     def make(layers: int, dtype: torch.dtype) -> Made:
         return nn.LSTM(40, 256, layers, batch_first=True).to(dtype), (torch.randn(batch, 160, 40, dtype=dtype),)
@@ -87,7 +87,7 @@ REACH = (
 
 
 def rows(budget: float, quick: bool = False) -> RowIterator:
-    """Measures all targets; `quick` builds one layer and times little, to see that it runs."""
+    """Measure all targets; `quick` builds one layer and times little, to try the program."""
     for target in REACH:
         dtype = str(target.dtype).removeprefix("torch.")
         work = f"{dtype} inference, {target.work}, density {target.density:g}" + (", forced" if target.force else "")

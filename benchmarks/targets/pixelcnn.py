@@ -1,7 +1,7 @@
-"""The time of a training step of PixelCNN++, sparse in its channels and deeper, against the dense one.
+"""Time a training step of PixelCNN++, sparse in its channels and deeper, against the dense one.
 
-Both are `models.PixelCNN`, which differ only in their convolutions; the dense ones are PyTorch's (oneDNN). A step is
-forward, the negative logarithm of the probability, backward, Adam; on the same images, channels-last.
+Both are `models.PixelCNN` and differ only in their convolutions; the dense ones are PyTorch's (oneDNN). A step is
+forward, negative log-likelihood, backward and Adam, on the same channels-last images.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from targets.rows import RowIterator, race, timing_options
 
 @dataclass(frozen=True)
 class PixelSpec:
-    """A dense network and a sparse one with about as many parameters; a step of images of 3 channels.
+    """A dense network and a sparse one with about as many parameters; a step uses images with 3 channels.
 
-    `groups`, `block_size` and `depth` are the sparse one's, and its step takes at most `most` times as long.
+    `groups`, `block_size` and `depth` belong to the sparse one, whose step may take at most `most` times as long.
     """
 
     filters: int
@@ -36,7 +36,7 @@ class PixelSpec:
     most: float | None = None
 
 
-# Four times the layers by the fastest way has a target.
+# The fastest way to four times the layers has a target.
 SPECS = (
     PixelSpec(16, most=1.2),
     PixelSpec(32, most=1.2),
@@ -47,7 +47,7 @@ SPECS = (
 
 
 def rows(budget: float = 16.0, quick: bool = False) -> RowIterator:
-    """Times a step of each spec as a multiple of a dense one; `quick` uses small sizes."""
+    """Time a step of each spec as a multiple of a dense one; `quick` uses small sizes."""
     for spec in (PixelSpec(8, groups=2, depth=2, batch=2, size=8),) if quick else SPECS:
         how: dict[str, Any] = {"sparse": spec.groups, "block_size": spec.block_size, "depth": spec.depth}
         sizes = spec.filters, spec.resnets

@@ -1,4 +1,4 @@
-"""The targets of linear products and convolutions on a CPU."""
+"""Targets of linear products and convolutions on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from targets.memory import measure_linear_memory, run_in_process
 from targets.rows import (
-    MEMORY,
+    MEMORY_TARGET,
     Line,
     Race,
     Row,
@@ -39,7 +39,7 @@ PASSES = ("forward", "dgrad", "wgrad")
 
 
 def linear_rows(budget: float, quick: bool = False) -> RowIterator:
-    """All targets of the linear op; `quick` takes small shapes, to see that it runs."""
+    """Measure all targets of the linear op; `quick` uses small shapes, to try the program."""
     bench, shrink = LinearBench(**timing_options(budget, quick)), 16 if quick else 1
     yield from _targets(bench, shrink)
     yield from _small_blocks(bench, TRAINING.shrunk(shrink))
@@ -51,7 +51,7 @@ def linear_rows(budget: float, quick: bool = False) -> RowIterator:
 
 
 def conv_rows(budget: float, quick: bool = False) -> RowIterator:
-    """All targets of the convolutions."""
+    """Measure all targets of the convolutions."""
     bench, shrink = ConvBench(**timing_options(budget, quick)), 16 if quick else 1
     for target in conv_specs.REACH:
         for pass_ in PASSES:
@@ -67,7 +67,7 @@ def conv_rows(budget: float, quick: bool = False) -> RowIterator:
 
 
 def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dict[str, float | None]) -> RowIterator:
-    """A row for each peer."""
+    """Yield a row for each peer."""
     result = bench.run(spec, list(targets))
     for peer, least in targets.items():
         if peer in result.refused:
@@ -78,7 +78,7 @@ def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dic
 
 
 def _targets(bench: Bench, shrink: int) -> RowIterator:
-    """The rows of speed-ups over peers. Where the CPU lacks what a target presumes, it is measured without one."""
+    """Yield the rows of speed-ups over peers; a CPU that lacks what a target presumes is timed without a target."""
     amx = cpu_core.isa() == "amx"
     lacking = "another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here"
     for name, target in REACH.items():
@@ -95,7 +95,7 @@ def _targets(bench: Bench, shrink: int) -> RowIterator:
 
 
 def _small_blocks(bench: Bench, shape: LinearSpec) -> RowIterator:
-    """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
+    """Yield the speed of small blocks as a fraction of that of blocks of 32, at the same shape and density."""
     for pass_ in PASSES:
         specs = {f"{block}": replace(shape, block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
         samples = bench.alternate({name: bench.checked_case(spec).call(OURS) for name, spec in specs.items()})
@@ -111,7 +111,9 @@ def _small_blocks(bench: Bench, shape: LinearSpec) -> RowIterator:
 
 
 def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
-    """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
+    """Fit a line to time against nnz over specs of rising density; the row has its intercept as a fraction of the dense
+    time.
+    """
     cases = [bench.checked_case(spec) for spec in specs]
     calls = {"dense": cases[0].call("dense")} | {f"{case.layout.nnz}": case.call(OURS) for case in cases}
     samples = race(calls, bench.rounds, 2 * bench.budget).samples
@@ -128,16 +130,16 @@ def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], mos
     )
 
 
-# Gates that are 0, in inference: the gated product against that of the compacted layout.
+# Inference with gates that are 0: the gated product against the product on a layout without these blocks.
 GATED_HIDDEN = (1024, 4096)
-CLOSED = (0.5, 0.9)  # part of the gates
-GATED_MOST = 1.1  # times the compacted layout with its gates
+CLOSED = (0.5, 0.9)  # fraction of gates that are 0
+GATED_MOST = 1.1  # largest time, as a multiple of the compacted layout with its gates
 
 COMPACTED, GATED_COMPACTED, GATED, FULL = "compacted", "compacted, gated", "gated", "full"
 
 
 def gate_rows(bench: LinearBench, shrink: int = 1) -> RowIterator:
-    """A row for each shape and each part of gates that is 0.
+    """Yield a row for each shape and each fraction of gates that are 0.
 
     >>> next(gate_rows(LinearBench(rounds=3, budget=0.1), shrink=16)).work
     'fp32 forward, hidden 64, 64 tokens, density 0.2, 50% of the gates 0'
@@ -176,13 +178,13 @@ def gate_rows(bench: LinearBench, shrink: int = 1) -> RowIterator:
             )
 
 
-# Features of small layers, a call of which takes longer in Python than in its product.
+# Features of layers so small that a call spends more time in Python than in its product.
 SMALL_MODULES = (256, 512)
 
 
 @torch.no_grad()
 def module_rows(budget: float, quick: bool = False) -> RowIterator:
-    """A row for a call of each small module on one token.
+    """Yield a row for a call of each small module on one token.
 
     >>> next(module_rows(0.1, quick=True)).work
     'a call of nn.Linear, 256 features, 1 token, density 0.1'
@@ -209,4 +211,4 @@ def _memory(hidden: int, tokens: int, density: float) -> Row:
     try:
         return memory_row(work, run_in_process(measure_linear_memory, hidden, tokens, density), dense=4 * hidden**2)
     except BlockSparseError as error:
-        return unmeasured_row(work, MEMORY, error)
+        return unmeasured_row(work, MEMORY_TARGET, error)

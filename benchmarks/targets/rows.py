@@ -1,4 +1,4 @@
-"""Targets and their results: the rows that the benchmark programs print and write."""
+"""Rows of targets and results, as the benchmark programs print and write them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from blocksparse_lab.bench.case import CaseResult
 from blocksparse_lab.bench.report import ratio, short
 from blocksparse_lab.machine import where
 
-# What a row says that was not begun.
+# The text of a row that was not started in time.
 OUT_OF_TIME = "not measured: out of time"
 HEAD = ("work", "target", "measured", "met")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `met` is None where there is no target, or where it could not be measured."""
+    """A row of the table; `met` is None if there is no target, or if it could not be measured."""
 
     work: str
     target: str
@@ -36,7 +36,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """
+        """The text of `met`.
+
         >>> Row("forward", ">= 3x dense", "2.9x dense", False).verdict
         'NO'
         """
@@ -57,9 +58,10 @@ def ratio_row(
     more: str = "",
     details: Mapping[str, Any] | None = None,
 ) -> Row:
-    """The row of a ratio: met if its median is at least `least`, or at most `most`; without either it has no target.
+    """Return the row of a ratio: met if its median is at least `least`, or at most `most`; without either there is no
+    target.
 
-    `target` is its text, where those words do not say it; `more` follows the ratio, and `details` are for JSON.
+    `target` replaces the text of the target, `more` follows the ratio, and `details` are for JSON.
 
     >>> ratio_row("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)
     Row(work='a step', target='>= 2x dense', measured='1.50x (1.40-1.60) dense', met=False, details={})
@@ -75,11 +77,12 @@ def ratio_row(
 
 
 def format_minimum(least: float | None, over: str) -> str:
+    """Return the text of a target speed-up over a peer."""
     return "-" if least is None else f">= {least:.3g}x {over}"
 
 
 def unmeasured_row(work: str, target: str, reason: object, details: Mapping[str, Any] | None = None) -> Row:
-    """A row for work that could not be measured; with the details of what was.
+    """Return the row of work that could not be measured.
 
     >>> unmeasured_row("forward", ">= 1.1x stk", "STK is not installed").measured
     'not measured: STK is not installed'
@@ -88,7 +91,7 @@ def unmeasured_row(work: str, target: str, reason: object, details: Mapping[str,
 
 
 def refused_row(work: str, target: str, result: CaseResult, peer: str, details: Mapping[str, Any]) -> Row:
-    """The row of a comparison whose peer has refused: our time is there."""
+    """Return the row of a comparison that the peer refused; it has our time."""
     reason = f"{peer}: {result.refused[peer]}; ours takes {1e6 * result.time().median:.4g} us"
     return unmeasured_row(work, target, reason, details)
 
@@ -101,7 +104,7 @@ def speedup_row(
     more: Callable[[], str] = str,
     details: Mapping[str, Any] | None = None,
 ) -> Row:
-    """The row of a speed-up over a peer, which may have refused; its details are the result's unless given."""
+    """Return the row of a speed-up over a peer, which may have refused; the details are the result's by default."""
     found = result.as_dict() if details is None else details
     if peer in result.refused:
         return refused_row(work, format_minimum(least, peer), result, peer, found)
@@ -119,28 +122,28 @@ class Race:
         return {"seconds": {name: vars(self.samples.time(name)) for name in self.samples.names}}
 
     def row(
-        self, work: str, over: str, base: str, said: str, *, details: Mapping[str, Any] | None = None, **goal: Any
+        self, work: str, over: str, base: str, peer: str, *, details: Mapping[str, Any] | None = None, **goal: Any
     ) -> Row:
-        """The row of the time of `over` as a multiple of that of `base`; `said` is what the text calls the peer."""
+        """Return the row of the time of `over` as a multiple of that of `base`, which the text calls `peer`."""
         ratio = self.samples.ratio(over, base)
-        return ratio_row(work, ratio, said, details={**self.details, "ratio": vars(ratio), **(details or {})}, **goal)
+        return ratio_row(work, ratio, peer, details={**self.details, "ratio": vars(ratio), **(details or {})}, **goal)
 
 
 def race(
     calls: Mapping[str, Call], rounds: int = ROUNDS, budget: float = BUDGET, clock: Callable[..., float] = host_clock
 ) -> Race:
-    """Times calls on the CPU in turn."""
+    """Time calls on the CPU in turn."""
     return Race(alternate(calls, rounds=rounds, budget=budget, clock=clock))
 
 
 def timing_options(budget: float, quick: bool) -> dict[str, Any]:
-    """The rounds and seconds of a row; of `quick` ones, which only show that they run."""
+    """Return the rounds and seconds of a row; `quick` rows only try the program."""
     return {"rounds": 3, "budget": min(budget, 0.02)} if quick else {"rounds": ROUNDS, "budget": budget}
 
 
 @dataclass(frozen=True)
 class Line:
-    """The line through points, and how far they are from it at most, as a part of their own height."""
+    """A line through points and the largest distance of a point from it, relative to the point's height."""
 
     slope: float
     intercept: float
@@ -148,7 +151,7 @@ class Line:
 
     @classmethod
     def of(cls, x: Sequence[float], y: Sequence[float]) -> Line:
-        """Fits a line by relative residuals: else the largest run alone would determine it.
+        """Fit a line by relative residuals; otherwise the largest point alone would determine it.
 
         >>> line = Line.of([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
         >>> round(line.slope, 6), round(line.intercept, 6), line.off < 1e-9
@@ -159,15 +162,16 @@ class Line:
         return cls(float(slope), float(intercept), float(np.abs((slope * xs + intercept) / ys - 1).max()))
 
 
-MEMORY = "gradient + activations + O(nnz) indices"
+MEMORY_TARGET = "gradient + activations + O(nnz) indices"
 
 
 def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
-    """The peak of a forward and backward beyond values, inputs and output gradient, which are there before.
+    """Return the row of the peak memory of a forward and backward, beyond the values, inputs and output gradient before
+    it.
 
-    What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
-    threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
-    block) and 16 MiB for the rest: nothing that grows as in x out. `dense` are the bytes of a dense weight.
+    The gradient of the values, the output and the gradient of the input are needed. The rest (plans, panels, threads'
+    stacks, the allocator) may be a working copy of the activations, 128 bytes of indices per block and 16 MiB: nothing
+    that grows with in x out. `dense` is the bytes of a dense weight.
 
     >>> facts = {"nnz": 1000, "peak": 9 << 20, "gradient": 2 << 20, "activations": 4 << 20}
     >>> row = memory_row("a step", facts, dense=64 << 20)
@@ -178,13 +182,16 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
     limit = facts["activations"] + 128 * facts["nnz"] + 2**24
     parts = " + ".join(map(format_mib, (facts["gradient"], facts["activations"], rest)))
     details = {**facts, "rest": rest, "dense": dense}
-    return Row(work, MEMORY, f"{parts} MiB; a dense weight is {format_mib(dense)} MiB", rest <= limit, details)
+    return Row(work, MEMORY_TARGET, f"{parts} MiB; a dense weight is {format_mib(dense)} MiB", rest <= limit, details)
 
 
 def read_earlier_rows(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Row]:
-    """The rows in a file of this commit, machine and settings, without those that failed or came too late.
+    """Return the rows in a file of this commit, machine and settings, without those that failed or came too late.
 
-    None where the commit is not known, or files differ from it; raises where `write` did not write the file.
+    There are none if the commit is unknown or files differ from it.
+
+    Raises:
+        BlockSparseError: `write` did not write the file.
     """
     if not path.exists() or facts["commit"] is None or facts["dirty"] is not False:
         return []
@@ -198,7 +205,11 @@ def read_earlier_rows(path: Path, facts: Mapping[str, Any], settings: Mapping[st
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What is in a file that `write` wrote, and its rows; raises where it is no such file."""
+    """Return the content of a file that `write` wrote, and its rows.
+
+    Raises:
+        BlockSparseError: it is another kind of file.
+    """
     found = read_json(path, "rows")
     try:
         rows = [Row(**row) for row in found["rows"]]
@@ -213,14 +224,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """For the terminal."""
+    """Return the rows as a table for the terminal."""
     colours = {None: "dim", True: "green", False: "bold red"}
     cells = [(*map(escape, (r.work, r.target, r.measured)), f"[{colours[r.met]}]{r.verdict}[/]") for r in rows]
     return report.table(HEAD, cells, title, text=3)
 
 
 def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
-    """The rows as JSON, and a table of them in Markdown next to it; `facts` are those of the machine."""
+    """Write the rows as JSON, and as a table in Markdown next to it; `facts` are those of the machine."""
     every = [asdict(row) for row in rows]
     lines = report.markdown(HEAD, [(row.work, row.target, row.measured, row.verdict) for row in rows], text=4)
     caption = f"{where(facts)}, {facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles)."
@@ -229,7 +240,7 @@ def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], 
 
 
 def format_ratio(speedup: Spread) -> str:
-    """A ratio for a sentence.
+    """Format a ratio for a sentence.
 
     >>> format_ratio(Spread(12.34, 11.9, 13.0, 21))
     '12.3x (11.9-13.0)'
@@ -238,4 +249,5 @@ def format_ratio(speedup: Spread) -> str:
 
 
 def format_mib(size: float) -> str:
+    """Format bytes in MiB."""
     return short(size / 2**20) if size >= 2**20 / 100 else "0"

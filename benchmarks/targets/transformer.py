@@ -1,9 +1,9 @@
-"""Parts of transformers on a GPU, in inference: the gated MLP, attention on a layout, a linear layer with 2:4 weights.
+"""Parts of transformers in inference on a GPU: the gated MLP, attention on a layout, a linear layer with 2:4 weights.
 
 The peers:
     dense       the same part with dense weights; PyTorch's dense attention.
-    three       of the gated MLP, its products one by one, with the same block-sparse weights.
-    flex        of attention, PyTorch's FlexAttention with a mask of the same blocks.
+    three       for the gated MLP, its three products one by one, with the same block-sparse weights.
+    flex        for attention, PyTorch's FlexAttention with a mask of the same blocks.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from blocksparse_lab.bench.case import OURS, Bench, Case, check_errors, forward,
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What all of these have: tokens, blocks, and how many of them are stored; bfloat16, forward."""
+    """The sizes that all parts have; dtype bfloat16, forward pass."""
 
     tokens: int
     density: float
     block: int
     features: int
 
-    products = 0  # not counted: a part is more than its products
+    products = 0  # operations are not counted: a part does more than its products
     dtype = "bfloat16"
     torch_dtype = torch.bfloat16
     small: ClassVar[dict[str, int]] = {"tokens": 128, "features": 256}
 
     def shrunk(self) -> Any:
-        """A small one, to see that it runs."""
+        """Return a small spec, to try the program."""
         tokens, block = min(self.tokens, self.small["tokens"]), min(self.block, 32)
         return replace(self, **self.small | {"tokens": tokens, "block": block})
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return a dict for JSON."""
         return {**asdict(self), "dtype": self.dtype, "pass": "forward"}
 
-    def _said(self, what: str) -> str:
+    def _describe(self, what: str) -> str:
         return f"{what}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
 
 
 @dataclass(frozen=True)
 class MlpSpec(PartSpec):
-    """`features -> hidden -> features`.
+    """A gated MLP, `features -> hidden -> features`.
 
     >>> print(MlpSpec(32, 0.05, 32, 4096, hidden=14336))
     gated MLP 4096-14336-4096, 32 tokens, block 32, density 0.05
@@ -65,12 +65,12 @@ class MlpSpec(PartSpec):
     small: ClassVar = {**PartSpec.small, "hidden": 512}
 
     def __str__(self) -> str:
-        return self._said(f"gated MLP {self.features}-{self.hidden}-{self.features}")
+        return self._describe(f"gated MLP {self.features}-{self.hidden}-{self.features}")
 
 
 @dataclass(frozen=True)
 class AttentionSpec(PartSpec):
-    """Self-attention of one text, with features for each of the heads.
+    """Self-attention on one text; `features` are per head.
 
     >>> print(AttentionSpec(4096, 0.1, 128, 64, heads=16))
     attention of 16 heads of 64, 4096 tokens, block 128, density 0.1
@@ -81,12 +81,12 @@ class AttentionSpec(PartSpec):
     small: ClassVar = {"tokens": 256, "features": 16, "heads": 2}
 
     def __str__(self) -> str:
-        return self._said(f"attention of {self.heads} heads of {self.features}")
+        return self._describe(f"attention of {self.heads} heads of {self.features}")
 
 
 @dataclass(frozen=True)
 class SemiStructuredSpec(PartSpec):
-    """A square linear layer.
+    """A square linear layer with 2:4 weights.
 
     >>> print(SemiStructuredSpec(8192, 0.5, 1, 8192))
     2:4 weights (to_semi_structured), hidden 8192, 8192 tokens
@@ -97,7 +97,7 @@ class SemiStructuredSpec(PartSpec):
 
 
 class PartCase(Case):
-    """The tensors of a part; the next copy of a contender has the next weights."""
+    """The tensors of a part; each copy of a contender has its own weights."""
 
     def __init__(self, spec: Any, seed: int = 0, device: torch.device | None = None):
         super().__init__(spec, seed, device)
@@ -109,7 +109,7 @@ class PartCase(Case):
         return (gain * torch.randn(shape, **kind)).to(self.spec.torch_dtype)
 
     def exact(self) -> Tensor:
-        """The right result, in float64."""
+        """Return the correct result in float64."""
         raise NotImplementedError
 
     def check(self, seed: int) -> dict[str, float]:
@@ -137,7 +137,7 @@ class MlpCase(PartCase):
     def mlp(self, copy: int) -> GatedMLP:
         spec = self.spec
         while len(self.copies) <= copy:
-            torch.manual_seed(self.seed)  # each copy has the same layouts
+            torch.manual_seed(self.seed)  # all copies have the same layouts
             mlp = GatedMLP(spec.features, spec.hidden, density=spec.density, block_size=spec.block)
             mlp = mlp.requires_grad_(False).to(self.device, spec.torch_dtype)
             for weight in mlp.parameters():
@@ -191,7 +191,7 @@ class AttentionCase(PartCase):
     def exact(self) -> Tensor:
         mask = self.layout.mask().repeat_interleave(self.spec.block, 0).repeat_interleave(self.spec.block, 1)
         mask = mask.to(self.device)
-        heads = zip(*(tensor.double().unbind(1) for tensor in self.qkv), strict=True)  # one by one, for the memory
+        heads = zip(*(tensor.double().unbind(1) for tensor in self.qkv), strict=True)  # head by head, to save memory
         each = [F.scaled_dot_product_attention(q, k, v, mask) for q, k, v in heads]
         return torch.stack(each, 1).masked_fill(~mask.any(1)[:, None], 0)
 
@@ -249,7 +249,7 @@ class SemiStructuredBench(Bench):
 
 
 _attention = AttentionSpec(4096, 0.1, 128, 64, heads=16)
-# What is measured, by which bench, and the least speed-up over dense where there is a target. The MLP is Llama 8B's.
+# Bench, spec, and target speed-up over dense, if any. The MLP is that of Llama 8B.
 TRANSFORMER: tuple[tuple[type[Bench], Any, float | None], ...] = (
     (MlpBench, MlpSpec(32, 0.05, 32, 4096, hidden=14336), 12.0),
     (MlpBench, MlpSpec(4096, 0.05, 128, 4096, hidden=14336), 12.0),

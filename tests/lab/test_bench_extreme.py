@@ -10,7 +10,7 @@ import pytest
 import bench_parts
 import blocksparse as bs
 import extreme
-from extreme import Extreme, Found, Line, Phases
+from extreme import ExtremeRun, Line, Phases, RunResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 def small(tmp_path_factory):
     """A run of 66,000 neurons in this process, and its output."""
     said = []
-    return extreme.train(Extreme(66_000, rows=16), tmp_path_factory.mktemp("run"), said.append), said
+    return extreme.train(ExtremeRun(66_000, rows=16), tmp_path_factory.mktemp("run"), said.append), said
 
 
 def test_a_run_tells_all(small):
     found, said = small
     assert found.neurons == pytest.approx(66_000, abs=4)
-    assert found.connections == pytest.approx(Extreme(66_000).connections, rel=0.05)
+    assert found.connections == pytest.approx(ExtremeRun(66_000).connections, rel=0.05)
     assert set(found.peak) == set(extreme.PHASES)
     assert all(found.peak[phase] >= found.resident[phase] > 2**26 for phase in extreme.PHASES)
     assert found.most == max(found.peak.values())
@@ -33,7 +33,7 @@ def test_a_run_tells_all(small):
     assert found.seconds["epoch"] == 4 * found.seconds["train"] + found.seconds["evolve"]
     assert len(found.losses) == len(found.held_out) == 2
     assert f"{found.connections:,} connections" in said[0]
-    assert found == Found(**json.loads(json.dumps(asdict(found))))
+    assert found == RunResult(**json.loads(json.dumps(asdict(found))))
 
 
 def test_a_phase_within_another_has_its_own_mark():
@@ -46,7 +46,7 @@ def test_a_phase_within_another_has_its_own_mark():
 
 @pytest.mark.full
 def test_a_process_of_its_own(tmp_path):
-    spec, said = Extreme(66_000, rows=8, epochs=1), []
+    spec, said = ExtremeRun(66_000, rows=8, epochs=1), []
     found = extreme.measure(spec, tmp_path, said.append)
     assert found.run == asdict(spec)
     assert len(said) >= 2
@@ -57,25 +57,25 @@ def test_no_process_without_memory_and_the_reason_of_one_that_died(tmp_path, mon
     monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
     wanted = r"memory: expected 7.5 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
     with pytest.raises(bs.BlockSparseError, match=wanted):
-        extreme.measure(Extreme(50_000_000), tmp_path)
+        extreme.measure(ExtremeRun(50_000_000), tmp_path)
     monkeypatch.setattr(extreme.sys, "executable", "/bin/false")
     with pytest.raises(bs.BlockSparseError, match="66,000 neurons: expected a run to its end, got status 1"):
-        extreme.measure(Extreme(66_000, rows=8, epochs=1), tmp_path)
+        extreme.measure(ExtremeRun(66_000, rows=8, epochs=1), tmp_path)
 
 
 def test_what_is_predicted_grows_with_connections():
-    assert [Extreme(n).predicted > Extreme(n // 2).predicted for n in extreme.NEURONS] == [True] * 6
-    assert Extreme(100_000_000).predicted < 22 << 30
-    assert Extreme(50_000_000).predicted < 16 << 30
+    assert [ExtremeRun(n).predicted > ExtremeRun(n // 2).predicted for n in extreme.NEURONS] == [True] * 6
+    assert ExtremeRun(100_000_000).predicted < 22 << 30
+    assert ExtremeRun(50_000_000).predicted < 16 << 30
 
 
 def found(neurons, connections, most, seconds):
     phases = dict.fromkeys(extreme.PHASES, most)
     times = dict.fromkeys((*extreme.PHASES, "epoch"), seconds)
-    run = asdict(Extreme(neurons))
+    run = asdict(ExtremeRun(neurons))
     facts = {"gpu": None, "cpu": "a CPU", "isa": "avx2", "threads": 2, "commit": "0" * 40, "dirty": False}
     facts |= {"torch": "2", "blocksparse": "0"}
-    return Found(neurons, connections, [1, 2], 1, phases, phases, times, [0.7, 0.6], [50.0, 10.0], run, facts)
+    return RunResult(neurons, connections, [1, 2], 1, phases, phases, times, [0.7, 0.6], [50.0, 10.0], run, facts)
 
 
 def test_a_table_grows_size_by_size(tmp_path):

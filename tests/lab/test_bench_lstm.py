@@ -154,11 +154,11 @@ def test_what_meets_a_target(monkeypatch):
 def test_a_layer_and_pytorchs_have_the_same_weights():
     ours = bs.nn.LSTM(64, 64, density=0.3, block_size=16)
     x = torch.randn(5, 3, 64)
-    torch.testing.assert_close(lstm_targets.torchs(ours)(x)[0], ours(x)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(lstm_targets.to_torch_lstm(ours)(x)[0], ours(x)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_layer_that_differs_stops_the_run(monkeypatch):
-    monkeypatch.setattr(lstm_targets, "torchs", lambda ours: torch.nn.LSTM(ours.input_size, ours.hidden_size))
+    monkeypatch.setattr(lstm_targets, "to_torch_lstm", lambda ours: torch.nn.LSTM(ours.input_size, ours.hidden_size))
     with pytest.raises(bs.BlockSparseError, match=r"y of LSTM\(.* L2 error of .* against torch\.nn\.LSTM"):
         lstm_targets.dense_row(QUICK, SPEC, 32)
 
@@ -166,7 +166,7 @@ def test_a_layer_that_differs_stops_the_run(monkeypatch):
 def test_a_training_that_dies_is_not_measured(monkeypatch):
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
     row = lstm_targets.memory_row(SPEC)
-    assert (row.met, row.measured) == (None, "not measured: peak: expected a run to its end, got status 1")
+    assert (row.met, row.measured) == (None, "not measured: measure_peak: expected a run to its end, got status 1")
 
 
 def test_jobs_for_a_gpu():

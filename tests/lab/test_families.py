@@ -23,7 +23,7 @@ def families():
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "dinov2", "clip", "mamba", "mixtral", "falcon", "xlnet"])
 def test_families_pass(families, name):
-    row = families.tried(name)
+    row = families.try_family(name)
     assert row.passed, row
     assert row.taken
     assert row.left
@@ -82,7 +82,7 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("kind", [Wrong, Forgetful, Constant])
 def test_what_is_wrong_does_not_pass(families, kind, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, "own", lambda: (kind(), {"x": torch.randn(4, 32)}))
-    assert not families.tried("own").passed
+    assert not families.try_family("own").passed
 
 
 def test_a_library_that_is_not_there_is_said_and_errors_are_kept(families, monkeypatch):
@@ -94,9 +94,9 @@ def test_a_library_that_is_not_there_is_said_and_errors_are_kept(families, monke
 
     monkeypatch.setitem(families.FAMILIES, "absent", absent)
     monkeypatch.setitem(families.FAMILIES, "broken", broken)
-    assert families.tried("absent").refused == "No module named 'other'"
-    assert families.tried("absent").passed
-    row = families.tried("broken")
+    assert families.try_family("absent").refused == "No module named 'other'"
+    assert families.try_family("absent").passed
+    row = families.try_family("broken")
     assert row.failed == "RuntimeError: sizes differ"
     assert not row.passed
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
         calls.append(name)
         return Row(name, "M", 2, {"a reason": 1}, 0.0 if name == "bert" else math.nan, 2)
 
-    monkeypatch.setattr(families, "tried", found)
+    monkeypatch.setattr(families, "try_family", found)
     monkeypatch.setattr(families, "FAMILIES", {"bert": None, "llama": None})
     assert run() == 1
     assert calls == ["bert", "llama"]

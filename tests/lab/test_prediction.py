@@ -24,7 +24,7 @@ from prediction.model import (
     resident,
     table,
     together,
-    with_something,
+    without_empty_columns,
 )
 from targets.rows import Row
 
@@ -142,8 +142,8 @@ def test_the_table_has_targets_and_what_was_measured():
     lines = {line[0]: dict(zip(HEAD, line, strict=True)) for line in table(rows, H100, measured)}
     first = lines["few tokens, bf16, density 0.5"]
     assert (first["target"], first["met"], first["measured"]) == ("1.8x", "yes", "63.6 us")
-    assert "measured" in with_something(list(table(rows, H100, measured)))[0]
-    head, without = with_something(table(rows, H100))
+    assert "measured" in without_empty_columns(list(table(rows, H100, measured)))[0]
+    head, without = without_empty_columns(table(rows, H100))
     assert head == HEAD[:6] == tuple(HEAD[: len(without[0])])
     assert re.fullmatch(r"-\d%", first["error"])
     assert lines["few tokens, fp32, density 0.1"]["met"] == "NO"
@@ -344,7 +344,7 @@ def test_convolutions_and_recurrences_leave_room_for_several_programs(kind, row)
 @pytest.mark.parametrize("kind", ["sm90"])
 def test_a_layer_of_any_shape_is_predicted(kind):
     spec = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
-    found = launches(kind, model.asked(spec))
+    found = launches(kind, model.layer_name(spec))
     assert list(found) == ["forward", "dgrad", "wgrad", "step"]
     parts = [together(found[pass_]["launches"], H100).seconds for pass_ in ("forward", "dgrad", "wgrad")]
     assert together(found["step"]["launches"], H100).seconds == pytest.approx(sum(parts))
@@ -357,7 +357,7 @@ def test_a_layer_of_any_shape_is_predicted(kind):
     assert [sorted(each) for each in passes] == [["memory"], ["memory"]]
     assert product["memory"] > forward["memory"]
     assert found["forward"]["dense"][0]["operations"] == 2 * 96 * 512 * 4096
-    head, lines = with_something(table(found, H100))
+    head, lines = without_empty_columns(table(found, H100))
     assert head == ("work", "predicted", "bound by", "speed-up")
     assert [line[0] for line in lines] == list(found)
 

@@ -1,5 +1,5 @@
-"""What training a block-sparse net on many devices takes: bytes on each, bytes between them, seconds a step.
+"""Plans the training of a block-sparse net on many devices: bytes on each, bytes between them, seconds per step.
 
-`net` says what is trained, `hardware` on what, `formulas` how bytes and seconds follow, `plan` what each engine makes
-of them; `measure` finds the rates of this machine, and `reality` what a real step of real processes takes.
+`net` describes the model, `hardware` the devices, `formulas` the costs. `plan` combines them for each engine, and
+`measure` finds the rates of this machine.
 """

@@ -1,4 +1,4 @@
-"""Devices and what lies between them: named machines, and files of measured rates."""
+"""Devices and the links between them: named machines, and files of measured rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .formulas import ring_bytes, ring_steps
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of a message, and bytes per second that each rank sends and receives at once."""
+    """Seconds per message, and bytes per second that each rank sends and receives at the same time."""
 
     latency: float
     bandwidth: float
@@ -24,7 +24,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """A link for each collective: over NVLink they are one, gloo's differ by their algorithms."""
+    """A link for each collective; over NVLink they are equal, gloo's differ by their algorithms."""
 
     all_reduce: Link
     all_gather: Link
@@ -38,19 +38,19 @@ class Network:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the rates of a step are.
+    """The rates that determine the time of a step.
 
     Args:
         name: for titles.
         memory: bytes of a device.
-        devices: per node.
-        inside, between: of nodes.
+        devices: devices per node.
+        inside, between: networks inside a node and between nodes.
         bandwidth: bytes per second of a device's memory.
-        rates: FLOP/s on stored blocks by (bytes of a number, block size), of a training step's three products.
-        dense: FLOP/s of what is dense, attention, by bytes of a number.
-        overlap: whether a device computes while it sends. Processes that share cores do not.
-        cores: devices that really are there, where there are more ranks: they take turns.
-        source: where the numbers are from.
+        rates: FLOP/s on stored blocks by (bytes of an element, block size), over a training step's three products.
+        dense: FLOP/s of dense work such as attention, by bytes of an element.
+        overlap: whether a device computes while it sends; processes that share cores do not.
+        cores: the real number of devices if there are more ranks, which then take turns.
+        source: where the rates come from.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Hardware:
     source: str = ""
 
     def turns(self, ranks: int) -> float:
-        """How many times longer a rank computes than with a device of its own.
+        """Return how many times longer a rank computes than with a device of its own.
 
         >>> replace(PRESETS["h100"], cores=2).turns(4), PRESETS["h100"].turns(4)
         (2.0, 1.0)
@@ -74,7 +74,8 @@ class Hardware:
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def rate(self, bytes_each: int, block: int) -> float:
-        """FLOP/s on stored blocks of this size, or of the largest measured one below it, else of the smallest."""
+        """Return FLOP/s on stored blocks of this size, or of the largest smaller measured size, else of the smallest.
+        """
         known = sorted(size for each, size in self.rates if each == bytes_each)
         if not known:
             raise BlockSparseError.expected("dtype", f"one whose rate {self.name} has", f"{bytes_each} bytes")
@@ -82,32 +83,33 @@ class Hardware:
         return self.rates[bytes_each, fitting[-1]]
 
     def seconds(self, collective: str, size: float, ranks: int, stride: int = 1) -> float:
-        """Of one collective over `size` bytes by ranks that lie `stride` apart, as fast as the slowest link.
+        """Return the seconds of one collective over `size` bytes by ranks that are `stride` apart; the slowest link
+        decides.
 
         >>> PRESETS["h100"].seconds("all_reduce", 1e9, 8) < PRESETS["h100"].seconds("all_reduce", 1e9, 16)
         True
         """
         if ranks == 1:
             return 0.0
-        here, away = getattr(self.inside, collective), getattr(self.between, collective)
+        inside, between = getattr(self.inside, collective), getattr(self.between, collective)
         sent = ring_bytes(collective, size, ranks)
         nodes = -(-ranks * stride // self.devices)
         if nodes == 1:
-            return ring_steps(collective, ranks) * here.latency + sent / here.bandwidth
-        # Between nodes sums go over trees (Sanders, Speck, Traeff, Two-tree algorithms, 2009), as NCCL's do; what is
-        # gathered or scattered goes round, a message between nodes for each node.
-        outside = min(nodes, ranks)
-        messages = ring_steps(collective, outside)
+            return ring_steps(collective, ranks) * inside.latency + sent / inside.bandwidth
+        # Between nodes, NCCL reduces over trees (Sanders, Speck, Traeff, Two-tree algorithms, 2009); gathers and
+        # scatters use a ring, with a message between nodes for each node.
+        groups = min(nodes, ranks)
+        messages = ring_steps(collective, groups)
         if collective in ("all_reduce", "broadcast"):
-            messages = min(messages, 2 * math.ceil(math.log2(outside)))
-        latency = messages * away.latency + ring_steps(collective, ranks // outside) * here.latency
-        return latency + sent / min(here.bandwidth, away.bandwidth)
+            messages = min(messages, 2 * math.ceil(math.log2(groups)))
+        latency = messages * between.latency + ring_steps(collective, ranks // groups) * inside.latency
+        return latency + sent / min(inside.bandwidth, between.bandwidth)
 
 
 GB, TFLOPS, US = 1e9, 1e12, 1e-6
 
-# Products in bfloat16 and float32 on an H100, forward, dgrad and wgrad together: docs/results/gpu.md, the column
-# "since", at 8192 features, 8192 tokens and density 0.1. Dense: cuBLAS there.
+# Products in bfloat16 and float32 on an H100, forward, dgrad and wgrad together: docs/results/gpu.md, column "since",
+# with 8192 features, 8192 tokens and density 0.1. The dense rates are cuBLAS's.
 _RATES = {
     (2, 32): 198 * TFLOPS, (2, 64): 355 * TFLOPS, (2, 128): 464 * TFLOPS,
     (4, 32): 62 * TFLOPS, (4, 64): 78 * TFLOPS, (4, 128): 83 * TFLOPS,
@@ -133,7 +135,7 @@ PRESETS = {
 
 
 def as_json(hardware: Hardware) -> dict[str, Any]:
-    """For a file that `read` reads."""
+    """Return the content of a file that `read` reads."""
     numbers = asdict(hardware)
     numbers["rates"] = [[*key, rate] for key, rate in hardware.rates.items()]
     numbers["dense"] = [[key, rate] for key, rate in hardware.dense.items()]
@@ -141,10 +143,10 @@ def as_json(hardware: Hardware) -> dict[str, Any]:
 
 
 def read(path: Path) -> Hardware:
-    """Rates that `blocksparse plan --measure --json FILE` wrote.
+    """Read rates that `blocksparse plan --measure --json FILE` wrote.
 
     Raises:
-        BlockSparseError: the file has none.
+        BlockSparseError: the file has no rates.
     """
     found = read_json(path, "hardware")
     try:
@@ -159,7 +161,7 @@ def read(path: Path) -> Hardware:
 
 
 def find(name: str) -> Hardware:
-    """A preset by its name, or the rates in a file."""
+    """Return the preset of this name, or the rates in a file."""
     if name in PRESETS:
         return PRESETS[name]
     if not Path(name).exists():

@@ -1,4 +1,4 @@
-"""Rates of this machine: gloo between processes, products of the block-sparse layer, memory; a few seconds."""
+"""Measure the rates of this machine in a few seconds: gloo between processes, block-sparse products, memory."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from blocksparse.errors import BlockSparseError
 from .formulas import ROUNDS, flops, ring_bytes, ring_steps
 from .hardware import Hardware, Link, Network
 
-# Seconds for each rate.
+# Seconds of timing per rate.
 BUDGET = 0.15
-# Bytes of a collective, between which its time is taken for a line: a message's latency, a layer's parameters.
+# Bytes of the two timed collectives: a message whose latency dominates, and a layer's parameters.
 SMALL, LARGE = 1 << 12, 1 << 22
-# Larger than caches, as are the states of an optimizer.
+# Bytes of a copy: more than the caches hold, as are the states of an optimizer.
 COPIED = 1 << 26
 FEATURES, TOKENS, DENSITY = 2048, 256, 0.1
 
 
 def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
-    """The rates of a group of processes, the default one, which call this together."""
+    """Return the rates of the default process group; all its processes must call this together."""
     ranks, cores = dist.get_world_size(), available_cores()
     links = {name: _link(name) for name in ROUNDS}
     network = Network(**links)
-    alone = min(ranks, cores)  # a process on each core, the others wait
+    alone = min(ranks, cores)  # one process per core, while the others wait
     bandwidth = 2 * COPIED / _together(_copy(), alone)
     found = {}
     for block in blocks:
@@ -59,12 +59,12 @@ def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
 
 
 def available_cores() -> int:
-    """Those that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _link(collective: str) -> Link:
-    """From the times of a small and of a large tensor, which a ring's formulas relate."""
+    """Return latency and bandwidth from the times of a small and a large tensor, by the formulas of a ring."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return Link(0.0, 1e12)
@@ -77,7 +77,7 @@ def _collective(name: str, size: int) -> Callable[[], Any]:
     ranks = dist.get_world_size()
     whole = torch.ones(size // 4 // ranks * ranks)
     part = torch.ones(len(whole) // ranks)
-    # Names of torch 2.13 for what was all_gather_into_tensor and reduce_scatter_tensor.
+    # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls: dict[str, Callable[[], Any]] = {
@@ -101,7 +101,7 @@ def _copy() -> Callable[[], Any]:
 
 
 def _product(block: int) -> tuple[Callable[[], Any], int]:
-    """Forward and backward of a layer, and how many weights it stores."""
+    """Return forward and backward of a layer as a call, and the number of weights that it stores."""
     torch.manual_seed(0)
     layer = bs.nn.Linear(FEATURES, FEATURES, density=DENSITY, block_size=block, bias=False)
     x = torch.randn(TOKENS, FEATURES, requires_grad=True)
@@ -116,7 +116,9 @@ def _product(block: int) -> tuple[Callable[[], Any], int]:
 
 
 def _together(call: Callable[[], Any], ranks: int) -> float:
-    """Median seconds of a call by the first `ranks` processes at once, of the slowest of them, on every rank."""
+    """Return the median seconds of a call that the first `ranks` processes make at once, of the slowest rank, on every
+    rank.
+    """
     seconds = torch.zeros(1)
     dist.barrier()
     if dist.get_rank() < ranks:
@@ -139,13 +141,14 @@ def _together(call: Callable[[], Any], ranks: int) -> float:
 
 
 def measure(processes: int) -> Hardware:
-    """The rates of several processes, of one thread each."""
+    """Return the rates of several processes with one thread each."""
     found: Hardware = in_processes(processes, rates)
     return found
 
 
 def in_processes(processes: int, function: Callable[[], Any]) -> Any:
-    """What a function of a module returns in the first of several processes of a gloo group, of one thread each.
+    """Call a module's function in several processes of a gloo group, with one thread each; return the first one's
+    result.
 
     Raises:
         BlockSparseError: one of them fails.

@@ -1,4 +1,4 @@
-"""The nets that are planned: products with numbers of stored blocks, in pairs as tensor parallelism cuts them."""
+"""Nets to plan for: products with their numbers of stored blocks, paired as tensor parallelism splits them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Product:
-    """A block-sparse linear layer.
+class ProductShape:
+    """Sizes of a block-sparse linear layer.
 
     Args:
-        out_blocks, in_blocks: of its weight.
+        out_blocks, in_blocks: blocks of the weight's grid.
         nnz: stored blocks.
         block: rows and columns of a block.
-        cut: how tensor parallelism cuts it, "column" (by outputs) or "row" (by inputs).
-        bias: whether it has one.
+        cut: how tensor parallelism splits it, "column" (by outputs) or "row" (by inputs).
+        bias: whether it has a bias.
     """
 
     out_blocks: int
@@ -43,38 +43,38 @@ class Product:
         return self.out_features if self.bias else 0
 
     def weights(self, tensor_parallel: int = 1) -> int:
-        """Of values: the part of one tensor-parallel rank, if blocks are balanced."""
+        """Return the number of stored values on one tensor-parallel rank, if blocks are balanced."""
         return shard(self.nnz, tensor_parallel) * self.block**2
 
     def parameters(self, tensor_parallel: int = 1, shards: int = 1) -> int:
-        """Values and biases of one rank; the bias of a row-parallel layer is not cut, as it is added once."""
+        """Return the values and biases of one rank; a row-parallel layer's bias is not split, as it is added once."""
         biases = shard(self.biases, tensor_parallel) if self.cut == "column" else self.biases
         return shard(shard(self.nnz, tensor_parallel), shards) * self.block**2 + shard(biases, shards)
 
     def index_bytes(self, tensor_parallel: int = 1) -> int:
-        """Of `crow_indices` and `col_indices`."""
+        """Return the bytes of `crow_indices` and `col_indices`."""
         rows = shard(self.out_blocks, tensor_parallel) if self.cut == "column" else self.out_blocks
         return INDEX_BYTES * (rows + 1 + shard(self.nnz, tensor_parallel))
 
 
 @dataclass(frozen=True)
 class Net:
-    """Layers of products; under FSDP2 each layer is a unit that is gathered at once.
+    """Layers of products; under FSDP2 each layer is gathered as a unit.
 
     Args:
-        layers: the products of each.
+        layers: the products of each layer.
         width: features between layers.
-        attention: whether each layer attends, as those of a Transformer.
-        density: stored blocks of all.
+        attention: whether each layer has attention, as in a Transformer.
+        density: stored blocks as a fraction of all blocks.
     """
 
-    layers: tuple[tuple[Product, ...], ...]
+    layers: tuple[tuple[ProductShape, ...], ...]
     width: int
     attention: bool
     density: float
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[ProductShape]:
         return [product for layer in self.layers for product in layer]
 
     @property
@@ -85,13 +85,17 @@ class Net:
 def transformer(
     weights: int, density: float, block: int = 64, layers: int | None = None, width: int | None = None
 ) -> Net:
-    """A Transformer with about `weights` stored: 12 width^2 density in each layer, attention 4 and feed-forward 8.
+    """Return a Transformer with about `weights` stored weights: 12 width^2 density per layer, 4 in attention and 8 in
+    the feed-forward part.
 
-    Embeddings and norms are left out. What is not given follows from a width of 128 per layer, as of GPT-3.
+    Embeddings and norms are left out. Layers and width are chosen so that the width is 128 per layer, as in GPT-3,
+    unless given.
 
     Args:
-        weights: stored, in all layers.
-        density: stored blocks of all; below 1 the net is as much wider.
+        weights: stored weights in all layers.
+        density: stored blocks as a fraction of all; a lower density makes the net wider.
+        block: rows and columns of a block.
+        layers, width: chosen by default.
 
     Raises:
         BlockSparseError: less than a block per product, a density outside of (0, 1], or a size below 1.
@@ -114,19 +118,21 @@ def transformer(
         raise BlockSparseError.expected("layers and width", f">= 1 and a multiple of {block}", (layers, width))
     blocks = width // block
 
-    def product(out: int, in_: int, cut: str) -> Product:
+    def product(out: int, in_: int, cut: str) -> ProductShape:
         nnz = round(density * out * in_ * blocks**2)
         if nnz == 0:
             raise BlockSparseError.expected("params", "at least a block in each product", weights)
-        return Product(out * blocks, in_ * blocks, nnz, block, cut)
+        return ProductShape(out * blocks, in_ * blocks, nnz, block, cut)
 
     layer = (product(3, 1, "column"), product(1, 1, "row"), product(4, 1, "column"), product(1, 4, "row"))
     return Net((layer,) * layers, width, True, density)
 
 
 def mlp(layers: int, width: int, hidden: int, density: float, block: int) -> Net:
-    """Pairs of products, width -> hidden -> width, with a ReLU after each: what is built to check plans."""
+    """Return pairs of products, width -> hidden -> width, with a ReLU after each; real nets of this kind check the
+    plans.
+    """
     wide, narrow = hidden // block, width // block
     nnz = round(density * wide * narrow)
-    pair = Product(wide, narrow, nnz, block, "column"), Product(narrow, wide, nnz, block, "row")
+    pair = ProductShape(wide, narrow, nnz, block, "column"), ProductShape(narrow, wide, nnz, block, "row")
     return Net((pair,) * layers, width, False, density)

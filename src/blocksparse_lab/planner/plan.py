@@ -1,4 +1,4 @@
-"""What each engine makes of a net on some hardware, and which to take."""
+"""Memory, traffic and time of each training engine for a net on some hardware, and the recommended one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .hardware import Hardware
 from .net import Net
 
 MIB = 2**20
-# What PyTorch's caching allocator and NCCL leave to tensors.
+# Fraction of memory that PyTorch's caching allocator and NCCL leave to tensors.
 USABLE = 0.9
 # DistributedDataParallel's default.
 BUCKET_BYTES = 25 * MIB
-# A plan must be so much faster before a more complicated one is taken.
-WORTH = 1.05
+# A more complicated plan must be this many times as fast to be recommended.
+MIN_GAIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Job:
 
     Args:
         ranks: devices.
-        tokens: per device and step; sharing a layer's work, n devices take n times as many together.
+        tokens: per device and step; n devices that share a layer's work process n times as many together.
         sequence: tokens that attend to each other.
-        wire: bytes of a number in products and, under FSDP2, in collectives.
-        stored: bytes of a value, a gradient, a number of the optimizer: 4 in mixed precision.
+        wire: bytes of an element in products and, under FSDP2, in collectives.
+        stored: bytes of a value, a gradient and an element of optimizer state: 4 in mixed precision.
         optimizer: one of `formulas.STATES`.
-        recompute: whether a layer's activations are computed again in the backward pass, not kept.
+        recompute: whether the backward pass recomputes a layer's activations instead of storing them.
     """
 
     ranks: int
@@ -54,15 +54,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine's bytes and seconds, of the rank that has most.
+    """Bytes and seconds of one engine, on the rank with most.
 
     Args:
         engine: "DDP", "FSDP2" or "TP n x FSDP2".
-        memory: bytes by what they are of.
-        calls: of each collective in a step, as (size of the tensor in bytes, ranks that take part).
-        seconds: of a step by part; their sum is the step but for what overlaps.
+        memory: bytes by category.
+        calls: of each collective in a step, the calls as (bytes of the tensor, number of ranks).
+        seconds: of a step by part; their sum is the step apart from overlap.
         step: seconds of a step.
-        fits: whether it fits into the device.
+        fits: whether the memory fits into the device.
     """
 
     engine: str
@@ -91,7 +91,7 @@ class Plan:
 
 @dataclass
 class _Step:
-    """Seconds of a step as they add up."""
+    """Adds up the seconds of a step."""
 
     net: Net
     hardware: Hardware
@@ -106,11 +106,11 @@ class _Step:
         return self.hardware.seconds(collective, size, ranks, stride)
 
     def moving(self, size: float) -> float:
-        """Of bytes that are read or written on the device."""
+        """Return the seconds to read or write bytes on the device."""
         return size / self.hardware.bandwidth * self.hardware.turns(self.job.ranks)
 
     def forward(self) -> float:
-        """Of the products and the attention: bound by arithmetic or by what is read and written."""
+        """Return the seconds of products and attention: bound by arithmetic or by memory traffic."""
         job, split = self.job, self.tensor_parallel
         tokens, total = job.tokens * split, 0.0
         for product in self.net.products:
@@ -150,14 +150,15 @@ class _Step:
 
 
 def plans(net: Net, hardware: Hardware, job: Job) -> list[Plan]:
-    """DDP, FSDP2, and TP x FSDP2 with each power of two of a node's devices that divides the ranks; simplest first.
+    """Return plans for DDP, FSDP2 and TP x FSDP2, the simplest first.
 
-    Tensor parallelism stays inside a node; that a product has fewer lines of blocks than ranks leaves a degree out.
+    Tensor parallelism uses powers of two that divide the ranks, at most a node's devices, and at most the rows or
+    columns of blocks of any product.
     """
     found = [ddp(net, hardware, job), fsdp2(net, hardware, job)]
-    lines = min(min(product.out_blocks, product.in_blocks) for product in net.products)
+    smallest = min(min(product.out_blocks, product.in_blocks) for product in net.products)
     degree = 2
-    while degree <= min(hardware.devices, job.ranks, lines):
+    while degree <= min(hardware.devices, job.ranks, smallest):
         if job.ranks % degree == 0:
             found.append(fsdp2(net, hardware, job, degree))
         degree *= 2
@@ -165,9 +166,9 @@ def plans(net: Net, hardware: Hardware, job: Job) -> list[Plan]:
 
 
 def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
-    """Every rank has everything; gradients are added up in buckets while the backward pass runs.
+    """Plan DDP: every rank has everything, and gradients are summed in buckets during the backward pass.
 
-    With `gradient_as_bucket_view=True`, without which the buckets are a second copy of the gradients.
+    It presumes `gradient_as_bucket_view=True`; otherwise the buckets are a second copy of the gradients.
     """
     step = _Step(net, hardware, job)
     parameters = sum(product.parameters() for product in net.products)
@@ -176,7 +177,7 @@ def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
     sending = sum(step.send("all_reduce", gradients / buckets, job.ranks) for _ in range(buckets))
     memory = step.memory(parameters)
     layouts_sent = step.send("broadcast", memory["layouts"], job.ranks)  # DDP's broadcast_buffers
-    if job.wire < job.stored:  # autocast keeps the copies until the backward pass is through
+    if job.wire < job.stored:  # autocast keeps the copies until the backward pass ends
         memory["copies"] = parameters * job.wire
     copying = step.moving(2 * gradients) if job.ranks > 1 else 0.0  # into the buckets, divided
     seconds = {
@@ -190,11 +191,12 @@ def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
 
 
 def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> Plan:
-    """Each rank keeps its piece of the blocks; a layer is gathered before its forward and its backward pass.
+    """Plan FSDP2: each rank keeps its shard of the blocks, and a layer is gathered before its forward and backward
+    pass.
 
-    Layers are wrapped one by one, `reshard_after_forward=True`. With tensor parallelism a group of ranks holds the
-    layer together, and data is parallel over the groups: Shoeybi et al., Megatron-LM (2019): the outputs of a
-    row-parallel product and the gradients of a column-parallel one's inputs are added up.
+    Layers are wrapped one by one, with `reshard_after_forward=True`. With tensor parallelism, groups of ranks share a
+    layer and data parallelism is over the groups; outputs of row-parallel products and input gradients of
+    column-parallel ones are summed (Shoeybi et al., Megatron-LM, 2019).
     """
     step = _Step(net, hardware, job, tensor_parallel)
     shards = job.ranks // tensor_parallel
@@ -219,7 +221,7 @@ def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> P
         memory["copies"] = 3 * max(gathered)
     copies = sum(gathered) if shards > 1 else 0
     seconds = {
-        # Out of the gathered buffer into parameters; gradients into the buffer to be scattered, and divided.
+        # Copies from the gathered buffer to parameters; and of gradients to the buffer to scatter, with a division.
         "forward": step.forward() + step.moving(2 * copies),
         "backward": step.backward() + step.moving(6 * copies),
         "optimizer": step.optimizer(parameters),
@@ -233,7 +235,9 @@ def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> P
 
 
 def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
-    """Kept for the backward pass: of a Transformer, by formula; else the input of each product, and the output."""
+    """Return the bytes stored for the backward pass: a formula for Transformers, otherwise the inputs of products and
+    the output.
+    """
     tokens = job.tokens * tensor_parallel
     whole: float = job.wire * tokens * net.width
     if net.attention:
@@ -248,7 +252,9 @@ def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
 
 
 def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
-    """The simplest plan that fits and is within 5 % of the fastest, and why; none where nothing fits."""
+    """Return the simplest plan that fits and is within 5 % of the fastest, and the reason; the plan is None if nothing
+    fits.
+    """
     fitting = [plan for plan in found if plan.fits]
     if not fitting:
         least = min(found, key=lambda plan: plan.bytes_on_rank)
@@ -262,7 +268,7 @@ def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
             f"try {ways.get(largest, 'more --gpus')}"
         )
     fastest = min(plan.step for plan in fitting)
-    chosen = next(plan for plan in fitting if plan.step <= WORTH * fastest)
+    chosen = next(plan for plan in fitting if plan.step <= MIN_GAIN * fastest)
     before = found[: found.index(chosen)]
     reasons = []
     if too_large := [plan.engine for plan in before if not plan.fits]:
@@ -273,6 +279,6 @@ def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
     if after:
         best = min(after, key=lambda plan: plan.step)
         gain = best.step / chosen.step
-        said = f"takes {gain:.2f} times as long" if gain >= 1 else f"would save {1 - gain:.0%} only"
-        reasons.append(f"{best.engine} {said}")
+        text = f"takes {gain:.2f} times as long" if gain >= 1 else f"would save {1 - gain:.0%} only"
+        reasons.append(f"{best.engine} {text}")
     return chosen, f"{chosen.engine}: {'; '.join(reasons) or 'the only one that fits'}"
