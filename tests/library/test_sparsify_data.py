@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
 from blocksparse.sparsity.calibration import calibrate, fitting, passes
-from blocksparse.sparsity.calibration.inputs import packed, products
+from blocksparse.sparsity.calibration.inputs import pack_inputs, products
 from blocksparse.surgery.prunable import prunable
 
 SMALL = {"block_size": 4, "force": True}
@@ -108,7 +108,7 @@ def test_states_that_reach_an_lstms_weights(form, size, reverse, stateful):
     x = pack_padded_sequence(x, lengths, enforce_sorted=form == "packed") if "packed" in form else x
     state = [torch.randn(4, *batch, each, dtype=torch.float64) for each in (out, 6)] if stateful else None
     args = (x, *([tuple(state)] if stateful else []))
-    sequences, initial = packed(lstm, args)
+    sequences, initial = pack_inputs(lstm, args)
     sizes = sequences.batch_sizes.tolist()
     y = lstm(sequences, initial)[0].data.chunk(2, 1)[reverse].split(sizes)
     first = initial[0][2 + reverse] if stateful else torch.zeros(sizes[0], out, dtype=torch.float64)
@@ -265,17 +265,17 @@ def test_many_inputs_get_the_values_that_few_do(monkeypatch):
     expected = exact.values(mask)
     wide = fitting.Problem(exact.dense, exact.x, exact.y, exact.block, 0.01)
     monkeypatch.setattr(fitting, "MAX_INPUTS", 8)
-    monkeypatch.setattr(wide, "_normal", None)  # would form the matrix
+    monkeypatch.setattr(wide, "_normal_equations", None)  # would form the matrix
     torch.testing.assert_close(wide.values(mask), expected, rtol=1e-5, atol=1e-7)
     # And blocks that lose little more than the best.
     chosen = wide.choose(12)
     assert chosen.sum() == 12
-    error = wide.lost(wide.values(chosen))
+    error = wide.error(wide.values(chosen))
     magnitude = exact.dense.square().view(4, 4, 12, 4).sum((1, 3)).flatten().topk(12).indices
     largest = torch.zeros(48, dtype=torch.bool).index_fill(0, magnitude, True).view(4, 12)
-    naive = wide.lost(wide.values(largest))
+    naive = wide.error(wide.values(largest))
     monkeypatch.undo()
-    best = exact.lost(exact.values(exact.choose(12)))
+    best = exact.error(exact.values(exact.choose(12)))
     assert error < 0.5 * naive
     assert error < 2 * best
 
@@ -302,13 +302,13 @@ def test_a_wide_convolution_needs_no_matrix_of_its_inputs():
 def test_rows_are_a_bounded_sample(monkeypatch):
     layer = nn.Linear(64, 32)
     (product,) = products(layer, prunable(layer, 4))
-    few, many = (passes.Passes._places(product, rows) for rows in (7, 10**9))
+    few, many = (passes.Passes._positions(product, rows) for rows in (7, 10**9))
     assert few.tolist() == list(range(7))
     assert 0.99 * passes.MAX_ROWS < len(many) <= passes.MAX_ROWS
     assert (many.diff() > 0).all()
     assert many[-1] < 10**9
     monkeypatch.setattr(passes, "MAX_BYTES", 4 * 64 * 100)
-    assert 90 < len(passes.Passes._places(product, 10**6)) <= 100
+    assert 90 < len(passes.Passes._positions(product, 10**6)) <= 100
 
 
 def test_batches_are_kept_up_to_a_bound(monkeypatch):
@@ -322,7 +322,7 @@ def test_batches_are_kept_up_to_a_bound(monkeypatch):
     bs.sparsify(mlp(), 0.5, data=endless(), **SMALL)
     assert len(taken) == 6  # 1,024 samples
     monkeypatch.setattr(calibrate, "MAX_BYTES", 2 * 200 * 24 * 8)
-    assert len(calibrate.keep(endless())) == 2
+    assert len(calibrate.collect_batches(endless())) == 2
 
 
 def test_later_batches_are_left_out_when_there_are_rows_enough(monkeypatch):
@@ -420,7 +420,7 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(calibrate, "AFTER", after)
+    monkeypatch.setattr(calibrate, "PROGRESS_DELAY", after)
     bs.sparsify(mlp(), 0.5, data=[correlated(60, 24)], **SMALL)
     shown = terminal and not after
     assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown

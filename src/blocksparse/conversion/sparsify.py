@@ -15,8 +15,8 @@ from ..checked import number
 from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from ..sparsity.calibration.activations import shares
-from ..sparsity.calibration.calibrate import Batches, keep
+from ..sparsity.calibration.activations import energy_shares
+from ..sparsity.calibration.calibrate import Batches, collect_batches
 from ..sparsity.calibration.reconstruction import fit
 from ..surgery.carry import REASONS
 from ..surgery.model_tools import copy_model
@@ -123,7 +123,7 @@ def sparsify(
         return model
     if inplace and data is not None:
         _check_writable(model)
-    batches = None if data is None else keep(data)
+    batches = None if data is None else collect_batches(data)
     plan = select_blocks(model, found, density, criterion, scope, layouts, batches, bounded=not force)
     if not force:
         plan = keep_faster(model, plan, tokens, example)
@@ -216,7 +216,7 @@ def select_blocks(
         selection = ScoredSelection(found.weights, density, "lamp" if criterion is None else criterion, scope, bounded)
     else:
         if criterion is None and not isinstance(density, Mapping):
-            criterion = shares(model, batches, found.weights.values(), number("density", density, 0, 1))
+            criterion = energy_shares(model, batches, found.weights.values(), number("density", density, 0, 1))
         # These scores have a minimum per weight already, and fitting makes up for what rows lose.
         scope = "global" if scope == "careful" else scope
         selection = ScoredSelection(found.weights, density, "l2" if criterion is None else criterion, scope)

@@ -1,1 +1,1 @@
-"""Pruning after training, with some data: scores by activations, and values that reconstruct the outputs."""
+"""Pruning of trained models with calibration data, without training."""

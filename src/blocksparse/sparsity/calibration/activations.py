@@ -1,4 +1,4 @@
-"""Scores blocks by their weights and their inputs: Wanda, for blocks."""
+"""Scores of blocks by their weights and inputs: Wanda for blocks."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from torch import Tensor, nn
 from ...errors import BlockSparseError
 from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
-from .inputs import LAYERS, above, called, packed, products, unseen
+from .inputs import LAYERS, by_called_module, pack_inputs, products, run_level, why_unobserved
 
-# The part of its blocks that each weight has for certain, whatever the others need.
-MIN_PART = 0.5
+# Each weight keeps at least this fraction of its blocks, whatever others need.
+MIN_FRACTION = 0.5
 
 
 class ActivationScores(dict[str, Tensor]):
-    """Scores `[out_blocks, in_blocks]` by the name of the weight, as `sparsify` takes them for its criterion."""
+    """Scores `[out_blocks, in_blocks]` by the name of the weight, a `criterion` of `sparsify`."""
 
     by_magnitude: dict[str, str]
-    """The weights whose inputs were not seen, with the reason: their scores are sums of |w|."""
+    """Weights whose inputs were not observed, with the reason; their scores are sums of |w|."""
 
 
 def activation_scores(
     model: nn.Module, batches: Batches, block_size: int | tuple[int, int] = 32, skip: Skip = ()
 ) -> ActivationScores:
-    """Scores each block on calibration data by the sum over it of |w_ij| * ||x_j||, Wanda's score of weights.
+    """Score each block on calibration data by the sum of |w_ij| * ||x_j||, Wanda's score, over its weights.
 
-    x_j is input j over all tokens of all batches: of a convolution input channel j at all positions, of an LSTM's
-    recurrent weight the state j after each step. Only sums of squares are kept, in float64. The model runs in its
-    evaluation mode.
+    x_j is input j over all tokens of all batches: an input channel at all positions for a convolution, a state after
+    each step for an LSTM's recurrent weight. The model runs in evaluation mode; only sums of squares are stored, in
+    float64.
 
     Args:
-        model: any module; as it is afterwards.
-        batches: what the model is called with, some hundred samples say: an iterable of tensors, of tuples or lists of
-            arguments, or of dicts of arguments by name.
-        block_size: an int or (rows, columns).
-        skip: what gets no score: modules, or names of modules or weights.
+        model: any module; it does not change.
+        batches: inputs of the model, some hundred samples: an iterable of tensors, of tuples or lists of arguments, or
+            of dicts of arguments by name.
+        block_size: an int, 32 by default, or (rows, columns).
+        skip: modules, or names of modules or weights, that get no score; none by default.
 
     Returns:
-        float64 `[out_blocks, in_blocks]` for each weight that can become block-sparse, for
-        `sparsify(model, criterion=scores, scope="layer")`: how much a score means differs from layer to layer. Scores
-        of weights that no batch reaches are sums of |w|; `by_magnitude` lists them.
+        float64 `[out_blocks, in_blocks]` for each weight that can become block-sparse. Scores of different layers do
+        not compare, so use `sparsify(model, criterion=scores, scope="layer")`. Weights that no batch reaches are scored
+        by sums of |w|, and listed in `by_magnitude`.
 
     Raises:
-        BlockSparseError: as `reconstruct`; batches that reach no weight.
+        BlockSparseError: as for `reconstruct`; batches that reach no weight.
 
     >>> import torch, blocksparse as bs
     >>> layer = torch.nn.Linear(4, 2, bias=False)
@@ -59,49 +59,50 @@ def activation_scores(
     weights = prunable(model, block_size, skip)
     if not weights:
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", type(model).__name__)
-    squares = _squares(model, batches, weights)
+    squares = _input_squares(model, batches, weights)
     scores = ActivationScores()
-    scores.by_magnitude = {weight.name: unseen(weight) for weight in weights if weight.name not in squares}
+    scores.by_magnitude = {weight.name: why_unobserved(weight) for weight in weights if weight.name not in squares}
     for weight in weights:
         scores[weight.name] = _scores(weight, squares.get(weight.name))
     return scores
 
 
-def shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], density: float) -> dict[str, Tensor]:
-    """Scores by which weights compete for blocks, `[out_blocks, in_blocks]` by name, from 0 to 1 for each number.
+def energy_shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], density: float) -> dict[str, Tensor]:
+    """Return scores by which all weights compete for blocks, `[out_blocks, in_blocks]` by name, per value of a block.
 
-    A block's part of sum w_ij^2 ||x_j||^2 over all blocks of its weight that have no less, as LAMP scores w_ij^2. Half
-    of the density each weight has for certain, and one that is not reached all of it: their blocks have 1 more.
+    A block's score is its share of the energy, the sum of w_ij^2 ||x_j||^2, of all blocks of its weight with as much
+    energy or more, as LAMP does for w_ij^2. 1 is added to the best blocks of a weight up to half of the density, or up
+    to all of it if no batch reaches the weight, so that these stay.
     """
-    weights, found = list(weights), {}
-    squares = _squares(model, batches, weights)
+    weights, scores = list(weights), {}
+    squares = _input_squares(model, batches, weights)
     for weight in weights:
         matrix = weight.matrix().detach().double().square()
         if weight.name in squares:
             matrix = matrix * squares[weight.name].view(1, -1, *[1] * (matrix.dim() - 2))
         ranked, order = weight.blocks.sums(weight.blocks.matrix(matrix)).flatten().sort(descending=True, stable=True)
-        parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
-        seen = weight.name in squares
-        sure = round(density * (MIN_PART if seen else 1) * len(parts))
-        parts[:sure] += 1
-        parts[sure:] *= seen
-        found[weight.name] = torch.empty_like(parts).scatter_(0, order, parts).view(weight.grid) / weight.blocks.size
-    return found
+        shares = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
+        reached = weight.name in squares
+        count = round(density * (MIN_FRACTION if reached else 1) * len(shares))
+        shares[:count] += 1
+        shares[count:] *= reached
+        scores[weight.name] = torch.empty_like(shares).scatter_(0, order, shares).view(weight.grid) / weight.blocks.size
+    return scores
 
 
-def _squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) -> dict[str, Tensor]:
-    """||x_j||^2 of the inputs of each weight that is reached, float64 `[in]`."""
-    by_module = called(model, weights)
+def _input_squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) -> dict[str, Tensor]:
+    """Return ||x_j||^2 of the inputs of each weight that is reached, float64 `[in]` by name."""
+    by_module = by_called_module(model, weights)
     squares: dict[str, Tensor] = {}
 
-    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-        here = {weight.parameter: weight for weight in by_module[module]}
+    def observer(module: nn.Module, args: tuple[Any, ...]) -> None:
+        by_parameter = {weight.parameter: weight for weight in by_module[module]}
         for parameter, rows in _inputs(module, by_module[module], args):
-            if parameter in here and len(rows):  # an expert may be called without a token
-                name, sums = here[parameter].name, rows.double().square().sum(0)
+            if parameter in by_parameter and len(rows):  # an expert may be called without a token
+                name, sums = by_parameter[parameter].name, rows.double().square().sum(0)
                 squares[name] = squares[name] + sums if name in squares else sums
 
-    observe(model, batches, by_module, see)
+    observe(model, batches, by_module, observer)
     if not squares:
         raise BlockSparseError.expected("batches", "ones that reach a weight of the model", "none that does")
     for name, sums in squares.items():
@@ -110,6 +111,7 @@ def _squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) ->
 
 
 def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:
+    """Return Wanda's scores of a weight's blocks, or sums of |w| without squares."""
     matrix = weight.matrix().detach().double().abs()
     if squares is not None:
         matrix = matrix * squares.sqrt().view(1, -1, *[1] * (matrix.dim() - 2))
@@ -117,9 +119,9 @@ def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:
 
 
 def _inputs(module: nn.Module, weights: list[Prunable], args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
-    """The names of a module's parameters, and what each is multiplied with in this call, `[tokens, features]`."""
+    """Yield parameter names of a module, and the inputs that each multiplies in this call, `[tokens, features]`."""
     if type(module) in LAYERS:
-        yield from _inputs_of_layers(module, args)
+        yield from _inputs_of_levels(module, args)
     elif type(module) is not nn.MultiheadAttention and weights[0].parameter == "weight":
         yield "weight", as_rows(args[0], channel_axis(weights[0]))
     else:
@@ -129,12 +131,12 @@ def _inputs(module: nn.Module, weights: list[Prunable], args: tuple[Any, ...]) -
                 yield weight.parameter, part[:, : weight.matrix().shape[1]]
 
 
-def _inputs_of_layers(module: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Layer by layer: PyTorch does not give away what goes from one to the next."""
-    x, state = packed(module, args)
+def _inputs_of_levels(module: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Run a recurrent layer level by level, since PyTorch does not return what passes between levels."""
+    x, state = pack_inputs(module, args)
     directions = 2 if module.bidirectional else 1
     for level in range(module.num_layers):
-        before, x = x, above(module, level, x, state)
+        before, x = x, run_level(module, level, x, state)
         after = as_rows(x.data).chunk(directions, dim=1)
         for suffix, states in zip(("", "_reverse"), after, strict=False):
             yield f"weight_ih_l{level}{suffix}", as_rows(before.data)

@@ -1,4 +1,4 @@
-"""Calibration: runs a trained model over some batches and observes the inputs of its layers without keeping them."""
+"""Runs of a trained model over calibration batches, which observe the inputs of its layers."""
 
 from __future__ import annotations
 
@@ -17,65 +17,63 @@ from ...errors import BlockSparseError, Page
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
-See = Callable[[nn.Module, tuple[Any, ...]], None]
+Observer = Callable[[nn.Module, tuple[Any, ...]], None]
 
-# What `keep` takes of an iterable: whole batches until there is this much.
+# Limits of `collect_batches`, which stops after the batch that reaches one of them.
 MAX_SAMPLES = 1024
 MAX_BYTES = 2**28
 
-
-# Seconds without a word of progress.
-AFTER = 2.0
+PROGRESS_DELAY = 2.0  # seconds before progress is shown
 T = TypeVar("T")
 
 
-class Enough(Exception):
-    """Raised by what observes a model, where the rest of the batch is of no use."""
+class SkipBatch(Exception):
+    """Raised by an observer that does not need the rest of a batch."""
 
 
 def check_batches(batches: Any) -> None:
-    """Raises a BlockSparseError unless it may be an iterable of batches: a single batch is none."""
+    """Raise a BlockSparseError unless this may be an iterable of batches, not a single batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
         expected = "an iterable of batches: tensors, tuples or dicts of the model's arguments"
         raise BlockSparseError.expected("batches", expected, type(batches).__name__)
 
 
-def keep(batches: Batches) -> list[Any]:
-    """The first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one."""
+def collect_batches(batches: Batches) -> list[Any]:
+    """Return the first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one."""
     check_batches(batches)
-    kept, samples, size = [], 0, 0
+    collected, samples, size = [], 0, 0
     for batch in batches:
         tensors = [each for each in _values(batch) if isinstance(each, Tensor)]
-        kept.append(batch)
+        collected.append(batch)
         samples += max((len(each) for each in tensors if each.dim()), default=1)
         size += sum(each.numel() * each.element_size() for each in tensors)
         if samples >= MAX_SAMPLES or size >= MAX_BYTES:
             break
-    if kept and not samples:
-        raise BlockSparseError.expected("batches", "a sample or more", "none in any of them")
-    return kept
+    if collected and not samples:
+        raise BlockSparseError.expected("batches", "a sample or more", "only empty batches")
+    return collected
 
 
 @torch.no_grad()
-def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], see: See) -> None:
-    """Runs the model, without gradients and dropout, and calls `see` with each of these modules and its arguments.
+def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], observer: Observer) -> None:
+    """Run a model in evaluation mode, and call `observer` with the module and arguments of each call of these modules.
 
-    `see` may raise `Enough`, and the next batch follows. A tuple that is longer than the list of the model's arguments
-    loses its end: labels.
+    The observer may raise `SkipBatch` to continue with the next batch. If a batch is a tuple with more values than the
+    model has arguments, the last ones, such as labels, are ignored.
     """
     check_batches(batches)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    most = _positional(model)
-    hooks = [module.register_forward_pre_hook(_seen_by(see), with_kwargs=True) for module in modules]
+    max_args = _count_positional(model)
+    hooks = [module.register_forward_pre_hook(_hook_of(observer), with_kwargs=True) for module in modules]
     empty = True
     try:
         with _evaluating(model):
             for batch in batches:
                 empty = False
-                args, kwargs = _arguments(batch, most, device)
+                args, kwargs = _arguments(batch, max_args, device)
                 try:
                     model(*args, **kwargs)
-                except (Enough, BlockSparseError) as stop:
+                except (SkipBatch, BlockSparseError) as stop:
                     if isinstance(stop, BlockSparseError):
                         raise
                 except Exception as error:
@@ -89,7 +87,7 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], se
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, with PyTorch's fused encoder layers off: they run none of the modules inside of them."""
+    """Set evaluation mode and turn off PyTorch's fused encoder layers, which bypass the modules inside them."""
     training = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -103,22 +101,25 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _values(batch: Any) -> Iterable[Any]:
+    """Return the values of a mapping or sequence; a tensor is its only value."""
     return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
 
 
-def _arguments(batch: Any, most: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    def there(each: Any) -> Any:
+def _arguments(batch: Any, max_args: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and keyword arguments that a batch holds, on the device."""
+
+    def move(each: Any) -> Any:
         return each.to(device) if hasattr(each, "to") else each
 
     if isinstance(batch, Mapping):
-        return [], {name: there(each) for name, each in batch.items()}
+        return [], {name: move(each) for name, each in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "batch_sizes"):  # a PackedSequence
         batch = [batch]
-    return [there(each) for each in _values(batch)][:most], {}
+    return [move(each) for each in _values(batch)][:max_args], {}
 
 
-def _positional(model: nn.Module) -> int | None:
-    """How many arguments the model takes by position; None for any number."""
+def _count_positional(model: nn.Module) -> int | None:
+    """Return the number of positional arguments that the model accepts; None for any number."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
@@ -128,6 +129,7 @@ def _positional(model: nn.Module) -> int | None:
 
 
 def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
+    """Return the error that names the batch's shapes and the innermost module that failed."""
     names = {module: name for name, module in model.named_modules()}
     inside = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -140,48 +142,48 @@ def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError
 
 
 class Call(tuple[Any, ...]):
-    """The arguments of a module in the order of its parameters, in whatever order they were named; and as given."""
+    """The arguments of a call in the order of the module's signature, and as the caller wrote them."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def _seen_by(see: See) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _hook_of(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        bound.apply_defaults()  # else the arguments by position end at the first that was left out
+        bound.apply_defaults()  # otherwise positional arguments end at the first one that the caller omitted
         call = Call((*bound.args, *bound.kwargs.values()))
         call.module, call.args, call.kwargs = module, args, kwargs
-        see(module, call)
+        observer(module, call)
 
     return hook
 
 
 def as_rows(x: Tensor, axis: int = -1) -> Tensor:
-    """Activations as `[tokens, features]`, of the features along this axis; float32 or float64."""
+    """Reshape activations to `[tokens, features]`, in float32 or float64; `axis` is that of the features."""
     x = x.detach().movedim(axis, -1).flatten(0, -2) if x.dim() > 1 else x.detach().unsqueeze(0)
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def channel_axis(weight: Prunable) -> int:
-    """Where the features are in the inputs of a linear layer or a convolution."""
+    """Return the axis of the features in the inputs of a linear layer or a convolution."""
     return 1 - weight.matrix().dim()
 
 
 def check_finite(name: str, sums: Tensor) -> None:
-    """Raises a BlockSparseError unless the sums over a layer's inputs are finite."""
+    """Raise a BlockSparseError unless sums over a layer's inputs are finite."""
     if not sums.isfinite().all():
         raise BlockSparseError.expected(f"the inputs of {name}", "finite numbers", "inf or nan among them")
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a line on stderr that counts them: on a terminal, if it takes more than two seconds."""
+    """Yield the items; on a terminal, after two seconds, count them in a line on stderr."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     begin, shown = time.monotonic(), False
     try:
         for done, item in enumerate(items):
-            if sys.stderr.isatty() and time.monotonic() - begin > AFTER:
+            if sys.stderr.isatty() and time.monotonic() - begin > PROGRESS_DELAY:
                 print(f"\r{label} {done + 1}/{total}", end="", file=sys.stderr, flush=True)
                 shown = True
             yield item

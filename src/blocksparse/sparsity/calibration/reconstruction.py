@@ -1,4 +1,4 @@
-"""Pruning a trained model with some calibration data, without training it: SparseGPT, for blocks."""
+"""Pruning of a trained model with calibration data, without training: SparseGPT for blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...surgery.model_tools import copy_model
 from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
-from .activations import MIN_PART
-from .batch_norms import follow, has_statistics
-from .calibrate import Batches, keep, progress
+from .activations import MIN_FRACTION
+from .batch_norms import correct_statistics, has_statistics
+from .calibrate import Batches, collect_batches, progress
 from .fitting import Problem
-from .inputs import CELLS, LAYERS, Product, called, products, unseen
+from .inputs import CELLS, LAYERS, Product, by_called_module, products, why_unobserved
 from .passes import Passes
 
-# A recurrent layer is fitted on the states that the dense weights lead to, then on those that the new ones do.
+# A recurrent layer is fitted first on the states of the dense weights, then on those of the fitted weights.
 ROUNDS = 3
 
 
@@ -34,11 +34,11 @@ class Reconstruction:
     """The result of `reconstruct`.
 
     Args:
-        model: with block-sparse weights.
-        layouts: of these, by the name of the dense weight.
-        errors: of each weight that was fitted, |Y' - Y|^2 / |X W^T|^2 on the calibration data: Y are the outputs of its
-            layer in the dense model, Y' in this one. Of an LSTM the gates' before their activation, of both weights.
-        by_magnitude: the weights that were not fitted, with the reason: they keep their largest blocks as they are.
+        model: the block-sparse model.
+        layouts: its layouts, by the name of the dense weight.
+        errors: relative error |Y' - Y|^2 / |X W^T|^2 of each fitted weight on the calibration data. Y are the outputs
+            of its layer in the dense model, Y' in this one; for an LSTM, the gates before activation, of both weights.
+        by_magnitude: weights that were not fitted, with the reason; they keep their largest blocks, unchanged.
     """
 
     model: nn.Module
@@ -57,38 +57,28 @@ def reconstruct(
     skip: Skip = (),
     damping: float = 0.01,
 ) -> Reconstruction:
-    """Makes a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
+    """Return a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
 
-    Layer by layer, in the order in which they run, with the inputs X that the pruned layers before give them, and the
-    outputs Y that they have in the dense model: a layer makes up for what those before it lost. A weight V in the
-    place of W has the error |X V^T - Y|^2 + damping * mean(diag(X^T X)) |V - W|^2. Each row of blocks gets as many
-    blocks as it has among the best by the score of the optimal brain surgeon, sum w_ij^2 / (H^-1)_jj with
-    H = X^T X + damping. It chooses them one after the other, always the one that lowers the error most, and their
-    values are the exact least squares solution. The layer's bias takes what is left of the mean, and the running
-    statistics of batch norms change as those of their inputs do.
-
-    Fitted are linear layers (also the Conv1D of transformers), convolutions, transposed ones, torch.nn's recurrent
-    layers and cells (twice more on the states that the new weights lead to), and MultiheadAttention with one weight for
-    query, key and value. What no batch reaches keeps its largest blocks.
-
-    Of a layer 10,000 rows at most are looked at (tokens, positions or steps), at the same random places in each run,
-    and 256 MiB of them. Up to 4,608 inputs (times taps) the score costs one inversion of H, the choice (in) (kept in)^2
-    multiplications for a row of blocks, in float64. With more, blocks are dropped in four stages, those first that add
-    least to the outputs, and values found by conjugate gradients.
+    Layers are fitted in the order in which they run: to their outputs Y in the dense model, given their inputs X in the
+    pruned model. So each layer compensates for errors of the ones before. Fitted are linear layers (also the Conv1D of
+    transformers), convolutions (also transposed), recurrent layers and cells of torch.nn, and MultiheadAttention with
+    one weight for query, key and value. Weights that no batch reaches keep their largest blocks. Biases absorb the
+    remaining mean error, and running statistics of batch norms are corrected.
 
     Args:
-        model: any module; it stays as it is.
-        batches: the model's inputs, some hundred samples: an iterable, a DataLoader say, of tensors, of tuples or lists
-            of arguments, or of dicts of arguments by name. Of a tuple longer than the list of the model's arguments the
-            first ones are taken: labels are not. Batches are kept up to 1,024 samples (by the first axis) or 256 MiB.
-        density: the part of the blocks that each weight keeps, to the nearest block and at least one.
-        block_size: an int or (rows, columns).
-        skip: what stays dense, the output layer say: modules, or names of modules or weights.
-        damping: larger for few batches.
+        model: any module; it does not change.
+        batches: inputs of the model, some hundred samples: an iterable, such as a DataLoader, of tensors, of tuples or
+            lists of arguments, or of dicts of arguments by name. If a tuple has more values than the model has
+            arguments, the last ones, such as labels, are ignored. Reading stops at 1,024 samples (by the first axis) or
+            256 MiB.
+        density: fraction of the blocks that each weight keeps, at least one block; 0.1 by default.
+        block_size: an int, 32 by default, or (rows, columns).
+        skip: modules, or names of modules or weights, that stay dense, such as the output layer; none by default.
+        damping: weight of |V - W|^2 in the error, 0.01 by default; use more with few batches.
 
     Raises:
-        BlockSparseError: no batch, or one that the model fails on, inputs of a layer that are not finite, a density
-            that leaves a weight without a block, no weight that can become block-sparse, an unknown name to skip.
+        BlockSparseError: no batch, or one on which the model fails; inputs of a layer that are not finite; a density
+            that leaves a weight without a block; no weight can become block-sparse; an unknown name to skip.
 
     >>> import torch, blocksparse as bs
     >>> _ = torch.manual_seed(0)
@@ -96,6 +86,17 @@ def reconstruct(
     >>> made = bs.sparsity.reconstruct(torch.nn.Linear(64, 16), [x], density=0.25, block_size=8)
     >>> made.model, made.errors["weight"] < 1e-3
     (Linear(in_features=64, out_features=16, block_size=(8, 8), nnz=4, density=0.25, bias=True), True)
+
+    Notes:
+        A weight V in place of W has the error |X V^T - Y|^2 + damping mean(diag(X^T X)) |V - W|^2. The number of blocks
+        in each row of blocks follows from the optimal brain surgeon's score, sum w_ij^2 / (H^-1)_jj with H = X^T X +
+        damping. The row then takes, again and again, the block that reduces the error most. Values are the exact
+        least-squares solution. Recurrent layers are fitted twice more, on the states of the new weights.
+
+        At most 10,000 rows (tokens, positions or steps) and 256 MiB of a layer's inputs are used, the same in each run.
+        Up to 4,608 inputs (times taps), the score costs one inversion of H, and a row of blocks (in) (kept in)^2
+        multiplications, in float64. With more inputs, blocks that add least to the outputs are dropped in four stages,
+        and values are found by conjugate gradients.
 
     Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score.
     """
@@ -108,10 +109,10 @@ def reconstruct(
     scores = {name: dense_norms(weight.blocks, weight.tensor) for name, weight in weights.items()}
     masks = top_blocks(scores, blocks, density, "layer")
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
-    made = copy_model(model)
-    fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)
-    by_magnitude = {name: unseen(weight) for name, weight in weights.items() if name not in errors}
-    return Reconstruction(replace_with_sparse(made, fitted), fitted, errors, by_magnitude)
+    copied = copy_model(model)
+    fitted, errors = fit(copied, model, collect_batches(batches), layouts, damping=damping)
+    by_magnitude = {name: why_unobserved(weight) for name, weight in weights.items() if name not in errors}
+    return Reconstruction(replace_with_sparse(copied, fitted), fitted, errors, by_magnitude)
 
 
 def fit(
@@ -123,32 +124,41 @@ def fit(
     damping: float = 0.01,
     choose: bool = True,
 ) -> tuple[dict[str, BlockLayout], dict[str, float]]:
-    """Fits a copy of a dense model, on layouts with as many blocks as these, to its outputs; the layouts, and errors.
+    """Fit the weights of a model, a copy of a dense one, to the outputs of the latter.
 
-    With `choose` the blocks are chosen here: an LSTM's weights of inputs and of states have their number together, but
-    each has half of its own for certain. Weights that could not be fitted have no error, and their layouts as given.
+    Args:
+        model: the copy; its weights change.
+        dense: the dense model.
+        batches: inputs of the model.
+        layouts: layouts of the weights to fit.
+        damping: see `reconstruct`.
+        choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
+            An LSTM's weights of inputs and of states share their number; each keeps half of its own at least.
+
+    Returns:
+        The layouts, and the errors of the weights that could be fitted; both by name.
     """
     mine, theirs = (_products(each, weights_of(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
     passes = Passes(dense, batches, theirs, norms)
-    work = _Fit(model, dense, passes, damping, choose, dict(layouts), {})
+    fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})
     for name in progress(passes.reached, "layers fitted to the data:"):
         if name in norms:
-            follow(name, model, dense, passes)
+            correct_statistics(name, model, dense, passes)
         for product, other in zip(mine.get(name, ()), theirs.get(name, ()), strict=True):
             if not passes.reached[name].rows[product.name]:
-                continue  # called without a row, as an expert that no token is sent to
+                continue  # called without rows, such as an expert that gets no token
             try:
-                work.fit(name, product, other)
+                fitter.fit(name, product, other)
             except torch.linalg.LinAlgError as error:
                 expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
                 raise BlockSparseError.expected("damping", expected, damping) from error
-    return work.layouts, work.errors
+    return fitter.layouts, fitter.errors
 
 
 @dataclass
-class _Fit:
-    """What `fit` has got; the layouts and errors become those of what was fitted."""
+class _Fitter:
+    """The state of `fit`; `layouts` and `errors` are updated with each product."""
 
     model: nn.Module
     dense: nn.Module
@@ -159,49 +169,58 @@ class _Fit:
     errors: dict[str, float]
 
     def fit(self, name: str, product: Product, other: Product) -> None:
-        """Sets the weights and the bias of a product, in a module of this name, to what is nearest to the other's."""
+        """Fit weights and bias of a product of the module `name` to the outputs of the dense product `other`."""
         matrix = other.matrix()
         x, counts = self.passes.rows(self.dense, other, name)
-        y = torch.cat([part @ matrix.to(x.dtype).T for part in x.split(1024)])
-        given = [self.layouts[weight.name] for weight in product.weights]
-        total = sum(layout.nnz for layout in given)
-        mask = torch.cat([layout.mask() for layout in given], 1).to(y.device)
+        y = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
+        layouts = [self.layouts[weight.name] for weight in product.weights]
+        total = sum(layout.nnz for layout in layouts)
+        mask = torch.cat([layout.mask() for layout in layouts], 1).to(y.device)
+        columns = [weight.grid[1] for weight in product.weights]
         mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
         for turn in range(ROUNDS if type(product.module) in (*LAYERS, *CELLS) else 1):
-            del x  # before the next ones
-            x, mine = self.passes.rows(self.model, product, name)
-            if mine != counts:  # a router sends this module other rows than before: those of the dense model
+            del x  # frees memory for the next ones
+            x, counts_now = self.passes.rows(self.model, product, name)
+            if counts_now != counts:  # a router now sends other rows here: fit on those of the dense model
                 del x
                 x, _ = self.passes.rows(self.dense, other, name)
-            middle = x.mean(0) if product.bias else torch.zeros_like(x[0])
-            problem = Problem(matrix, x.sub_(middle), y - mean, product.block, self.damping)
+            mean_x = x.mean(0) if product.bias else torch.zeros_like(x[0])
+            problem = Problem(matrix, x.sub_(mean_x), y - mean, product.block, self.damping)
             if self.choose and turn == 0:
-                mask = _with_floors(problem.choose(total), mask, problem.energy(), [w.grid[1] for w in product.weights])
+                mask = _with_minimum(problem.choose(total), mask, problem.energy(), columns)
             fitted = problem.values(mask)
-            product.set(fitted, other, (mean.double() - fitted.double() @ middle.double()))
-        whole = y.double().square().sum().item()
-        error = problem.lost(fitted) / whole if whole > 0 else 0.0
-        for weight, part in zip(product.weights, mask.split([w.grid[1] for w in product.weights], 1), strict=True):
-            self.layouts[weight.name] = BlockLayout(part.cpu(), weight.block_shape)
+            product.set(fitted, other, (mean.double() - fitted.double() @ mean_x.double()))
+        norm = y.double().square().sum().item()
+        error = problem.error(fitted) / norm if norm > 0 else 0.0
+        for weight, mask_of_weight in zip(product.weights, mask.split(columns, 1), strict=True):
+            self.layouts[weight.name] = BlockLayout(mask_of_weight.cpu(), weight.block_shape)
             self.errors[weight.name] = error
 
 
-def _with_floors(mask: Tensor, given: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
-    """The chosen blocks of one or two weights side by side, so that each has half of its given ones; as many in all."""
-    parts = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
-    for part, other in zip(parts, parts[::-1], strict=True):
-        missing = math.ceil(MIN_PART * int(given[:, part].sum())) - int(mask[:, part].sum())
+def _with_minimum(mask: Tensor, old_mask: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
+    """Exchange blocks between two weights side by side until each has half of its old number of blocks at least.
+
+    Args:
+        mask: chosen blocks of one or two weights, `[out_blocks, sum(columns)]`; changed in place and returned.
+        old_mask: their blocks before.
+        scores: which blocks to add and to remove.
+        columns: columns of blocks of each weight.
+    """
+    sides = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
+    for side, other in zip(sides, sides[::-1], strict=True):
+        missing = math.ceil(MIN_FRACTION * int(old_mask[:, side].sum())) - int(mask[:, side].sum())
         if missing > 0:
-            best = scores.masked_fill(mask, -torch.inf)[:, part].flatten().topk(missing).indices
-            mask[:, part] |= torch.zeros_like(mask[:, part]).flatten().index_fill(0, best, True).view_as(mask[:, part])
+            best = scores.masked_fill(mask, -torch.inf)[:, side].flatten().topk(missing).indices
+            mask[:, side] |= torch.zeros_like(mask[:, side]).flatten().index_fill(0, best, True).view_as(mask[:, side])
             worst = scores.masked_fill(~mask, torch.inf)[:, other].flatten().topk(missing, largest=False).indices
-            gone = torch.zeros_like(mask[:, other]).flatten().index_fill(0, worst, True)
-            mask[:, other] &= ~gone.view_as(mask[:, other])
+            removed = torch.zeros_like(mask[:, other]).flatten().index_fill(0, worst, True)
+            mask[:, other] &= ~removed.view_as(mask[:, other])
     return mask
 
 
 def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
-    """By the names of the modules."""
+    """Return the observable products of these weights by the name of the module that is called."""
     names = {module: name for name, module in model.named_modules()}
-    found = {names[module]: products(module, those) for module, those in called(model, weights.values()).items()}
-    return {name: those for name, those in found.items() if those}
+    groups = by_called_module(model, weights.values())
+    by_name = {names[module]: products(module, group) for module, group in groups.items()}
+    return {name: found for name, found in by_name.items() if found}

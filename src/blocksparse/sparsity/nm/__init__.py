@@ -1,1 +1,1 @@
-"""N of each M weights, or blocks: masks, layouts, permutations, training, torch's semi-structured weights."""
+"""N:M sparsity: n weights or blocks of each m consecutive ones."""

@@ -1,4 +1,4 @@
-"""N:M sparsity: n weights, or n blocks, of each m consecutive ones along the inputs."""
+"""N:M masks of weights and N:M layouts of blocks, along the inputs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ..selection import check_norm, norms_over
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
-    """Masks the n largest |w| of each m consecutive input features; among equals, the first ones.
+    """Mark the n largest |w| of each m consecutive input features; among equal ones, the first.
 
     Args:
-        weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution, where
-            each tap has groups of its own: m consecutive input channels.
-        n, m: 0 < n <= m; m divides the inputs.
+        weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution, where each
+            tap has its own groups of m consecutive input channels.
+        n: weights to mark in each group, 2 by default.
+        m: weights in a group, n or more and a divisor of the inputs; 4 by default.
 
     Returns:
-        bool, of the weight's shape and device.
+        bool, with the weight's shape and device.
 
     Raises:
-        BlockSparseError: a weight that is no such tensor, inputs that m does not divide, n or m out of range.
+        BlockSparseError: the weight is not such a tensor; m does not divide the inputs; n or m out of range.
 
     >>> import torch, blocksparse as bs
     >>> bs.sparsity.nm_mask(torch.tensor([[1.0, -3.0, 2.0, 0.5, 7.0, 7.0, 7.0, 7.0]])).int()
@@ -46,29 +47,29 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
 def nm_layout(
     weight: Tensor, n: int = 2, m: int = 4, block_size: int | tuple[int, int] = 32, *, norm: str = "l2"
 ) -> BlockLayout:
-    """Makes an N:M layout of whole blocks: the n largest of each m consecutive blocks of a row.
+    """Return an N:M layout of blocks: the n largest of each m consecutive blocks of a row.
 
-    This is the form of N:M that saves time on any device: every row of blocks has equally many, and the kernels skip
-    the others, so that products, memory and gradients cost n / m of all blocks. Masks of single weights save nothing
-    outside of GPUs with sparse tensor cores. Tall blocks, `(16, 1)` say, N:M of vectors, are nearly as fast as square
-    ones, and keep more of the magnitude: an input that is loaded serves all rows of its block.
+    This form of N:M saves time on any device: kernels skip the other blocks, so products, memory and gradients cost
+    n / m of the dense ones, and all rows cost the same. Masks of single weights save time only on sparse tensor cores.
+    Tall blocks such as `(16, 1)` are nearly as fast as square ones, and keep more of the magnitude.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`; padded with zeros to whole
-            blocks, as the modules do.
-        n, m: 0 < n <= m; m divides the blocks of a row.
-        block_size: an int or (rows, columns).
-        norm: what makes a block large: "l2", or the "mean" or "max" of |w|.
+            blocks, as modules do.
+        n: blocks to keep in each group, 2 by default.
+        m: blocks in a group, n or more and a divisor of the blocks of a row; 4 by default.
+        block_size: an int, 32 by default, or (rows, columns).
+        norm: size of a block: "l2" (default), or the "mean" or "max" of |w|.
 
     Raises:
-        BlockSparseError: as `nm_mask`; a block size that is not positive, blocks of a row that m does not divide.
+        BlockSparseError: as for `nm_mask`; a block size that is not positive; m does not divide the blocks of a row.
 
     >>> import torch, blocksparse as bs
     >>> weight = torch.tensor([[1.0, 0.0, 2.0, 2.0, 3.0, 0.0, 0.0, 4.0]])
     >>> bs.sparsity.nm_layout(weight, 1, 2, block_size=(1, 2)).mask().int()
     tensor([[0, 1, 0, 1]], dtype=torch.int32)
 
-    Source: Mishra et al. (2021) for N:M.
+    Source: Mishra et al., Accelerating sparse deep neural networks (2021), for N:M.
     """
     check_weight(weight)
     check_norm(norm)
@@ -81,7 +82,7 @@ def nm_layout(
 
 
 def check_weight(weight: Any) -> None:
-    """Raises a BlockSparseError unless it is a dense floating-point weight of two or more dimensions, not empty."""
+    """Raise a BlockSparseError unless this is a dense floating-point weight of two or more dimensions, not empty."""
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_meta:
         got = f"a {weight.layout} tensor on {weight.device}" if isinstance(weight, Tensor) else type(weight).__name__
         raise BlockSparseError.expected("weight", "a dense tensor with data", got)
@@ -91,10 +92,12 @@ def check_weight(weight: Any) -> None:
 
 
 def check_nm(n: Any, m: Any) -> None:
+    """Raise a BlockSparseError unless 0 < n <= m."""
     if not is_int(n) or not is_int(m) or not 0 < n <= m:
         raise BlockSparseError.expected("n and m", "ints, 0 < n <= m", f"{n!r} and {m!r}")
 
 
 def check_inputs(inputs: int, m: int) -> None:
+    """Raise a BlockSparseError unless m divides the number of inputs."""
     if inputs % m:
         raise BlockSparseError.expected("weight", f"a multiple of {m} inputs", inputs)

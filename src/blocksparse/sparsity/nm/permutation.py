@@ -1,4 +1,4 @@
-"""Finds an order of the input features in which N:M sparsity keeps more of a weight."""
+"""A search for an order of input features in which N:M sparsity keeps more of a weight."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from ...checked import integer
 from ...errors import BlockSparseError
 from .mask import check_inputs, check_nm, check_weight, nm_mask
 
-# Numbers that a step of the search makes at a time: they are to stay in the cache.
+# Values that a step of the search computes at a time, chosen to fit in cache.
 CHUNK = 1 << 17
 
 
 def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100, seed: int = 0) -> Tensor:
-    """Finds an order of columns by greedy swaps, such that `weight[:, order]` keeps more magnitude under `nm_mask`.
+    """Find an order of columns such that `weight[:, order]` keeps more magnitude under `nm_mask`.
 
-    Columns of different groups are swapped, the best swaps first, until none helps. Then a few random columns are
-    swapped and the search goes on from there; what comes of it is taken where it is better.
+    Swaps columns of different groups, the best swaps first, until none helps. Then it repeatedly swaps a few random
+    columns, searches from there, and keeps the result if it is better.
 
-    The layer computes the same when the outputs of the layer before come in that order, so that nothing moves at run
+    Permute the outputs of the layer before in the same way, and the model computes the same without moving data at run
     time: `before.weight[order]`, `before.bias[order]` and `layer.weight[:, order]`.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`.
-        n, m: 0 < n <= m; m divides the inputs.
-        escapes: how often the search leaves the best order that it has; 0 for the greedy swaps alone.
-        seed: of the random swaps.
+        n: weights kept in each group, 2 by default.
+        m: weights in a group, n or more and a divisor of the inputs; 4 by default.
+        escapes: number of random restarts, 100 by default; 0 for greedy swaps only.
+        seed: seed of the random swaps, 0 by default.
 
     Returns:
-        int64 `[in_features]`, on the weight's device. The time grows with rows * columns^2, the memory with columns^2.
+        int64 `[in_features]`, on the weight's device. Time grows with rows * columns^2, memory with columns^2.
 
     Raises:
-        BlockSparseError: as `nm_mask`; a weight that is not finite, escapes or seed below 0.
+        BlockSparseError: as for `nm_mask`; a weight that is not finite; escapes or seed below 0.
 
     >>> import torch, blocksparse as bs
     >>> weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
@@ -60,18 +61,19 @@ def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100
 
 
 def nm_efficacy(weight: Tensor, order: Tensor | None = None, n: int = 2, m: int = 4) -> float:
-    """Returns how much of N:M's loss against the best n / m of each row an order of the columns recovers.
+    """Return how much of the magnitude that N:M loses an order of columns recovers, 0 to 1.
 
-    (kept in this order - kept as it is) / (the largest n / m of each row - kept as it is), in magnitudes: 0 for the
-    order that there is, 1 for one that loses nothing against pruning each row freely.
+    (kept in this order - kept without it) / (largest n / m of each row - kept without it): 0 for the order that
+    `weight` has, 1 for one that loses nothing compared with free pruning of each row.
 
     Args:
-        weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`, each tap a row of its own.
+        weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`, where each tap is a row.
         order: int64 `[in_features]`; by default that of `nm_permutation`.
-        n, m: 0 < n <= m; m divides the inputs.
+        n: weights kept in each group, 2 by default.
+        m: weights in a group, n or more and a divisor of the inputs; 4 by default.
 
     Raises:
-        BlockSparseError: as `nm_permutation`; an order that is no permutation.
+        BlockSparseError: as for `nm_permutation`; an order that is not a permutation.
 
     >>> import torch, blocksparse as bs
     >>> bs.sparsity.nm_efficacy(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), torch.tensor([0, 2, 1, 3]), 1, 2)
@@ -82,58 +84,66 @@ def nm_efficacy(weight: Tensor, order: Tensor | None = None, n: int = 2, m: int 
     rows = _columns(weight, n, m).T.double()
     count = rows.shape[1]
     order = nm_permutation(weight, n, m) if order is None else order
-    numbers = torch.as_tensor(order).to(rows.device)
-    if numbers.shape != (count,) or not torch.equal(numbers.sort().values, torch.arange(count, device=rows.device)):
-        raise BlockSparseError.expected("order", f"a permutation of {count} columns", list(numbers.shape))
-    default = _kept(rows, n, m)
+    columns = torch.as_tensor(order).to(rows.device)
+    if columns.shape != (count,) or not torch.equal(columns.sort().values, torch.arange(count, device=rows.device)):
+        raise BlockSparseError.expected("order", f"a permutation of {count} columns", list(columns.shape))
+    default = _kept_magnitude(rows, n, m)
     free = rows.topk(count * n // m).values.sum().item()
-    return (_kept(rows[:, numbers], n, m) - default) / (free - default) if free > default else 0.0
+    return (_kept_magnitude(rows[:, columns], n, m) - default) / (free - default) if free > default else 0.0
 
 
 def _columns(weight: Tensor, n: int, m: int) -> Tensor:
-    """|w| of each column, in float32 or float64, `[in, out * taps]`."""
+    """Return |w| by column, in float32 or float64, `[in, out * taps]`."""
     check_weight(weight)
     check_nm(n, m)
     check_inputs(weight.shape[1], m)
     columns = weight.detach().abs().movedim(1, 0).flatten(1).contiguous()
     columns = columns if columns.dtype == torch.float64 else columns.float()
     if not columns.isfinite().all():
-        raise BlockSparseError.expected("weight", "finite numbers", "others")
+        raise BlockSparseError.expected("weight", "finite numbers", "inf or nan")
     return columns
 
 
-def _kept(rows: Tensor, n: int, m: int) -> float:
+def _kept_magnitude(rows: Tensor, n: int, m: int) -> float:
+    """Return the sum of the magnitudes that the N:M mask keeps."""
     return rows[nm_mask(rows, n, m)].sum().item()
 
 
 class _Search:
-    """An order of columns, in groups, and what each swap of two columns would add to the magnitude that is kept."""
+    """A local search over orders of columns, with the gain of each swap of two columns.
+
+    Attributes:
+        order: columns of each group, `[groups, m]`.
+        kept: magnitude that each group keeps, `[groups]`.
+        with_other: magnitude that a group would keep with column c in place of its i-th, `[groups, m, columns]`.
+        gain: gain of the best swap between two groups, `[groups, groups]`.
+        places: positions i * m + j in these groups of the two columns to swap.
+    """
 
     def __init__(self, columns: Tensor, n: int, m: int):
         count = columns.shape[0]
         groups = count // m
         self.columns, self.n, self.m = columns, n, m
         self.order = torch.arange(count, device=columns.device).view(groups, m)
-        # What each group keeps, and would keep with column c in the place of its i-th: [groups, m, columns].
         self.kept = columns.new_empty(groups)
         self.with_other = columns.new_empty(groups, m, count)
-        # The best swap between two groups: its gain, and the places i * m + j of the two columns.
         self.gain = columns.new_empty(groups, groups)
         self.places = torch.empty(groups, groups, dtype=torch.int64, device=columns.device)
         self._refresh(torch.arange(groups, device=columns.device))
         # Rounding errors must not look like gains, or the search might not end.
-        self.least = 64 * torch.finfo(columns.dtype).eps * self.kept.mean().item()
+        self.min_gain = 64 * torch.finfo(columns.dtype).eps * self.kept.mean().item()
 
     def state(self) -> tuple[Tensor, ...]:
+        """Return copies of all tensors, for `restore`."""
         return tuple(x.clone() for x in (self.order, self.kept, self.with_other, self.gain, self.places))
 
     def restore(self, state: tuple[Tensor, ...]) -> None:
         self.order, self.kept, self.with_other, self.gain, self.places = state
 
     def climb(self) -> None:
-        """Swaps until none helps. In each round a group takes part in one swap at most, so that all gains are real."""
+        """Swap columns until no swap helps. In a round each group takes part in one swap at most, so gains add up."""
         while True:
-            first, second = (self.gain > self.least).triu(1).nonzero(as_tuple=True)
+            first, second = (self.gain > self.min_gain).triu(1).nonzero(as_tuple=True)
             if first.numel() == 0:
                 return
             best = self.gain[first, second].argsort(descending=True, stable=True)
@@ -146,6 +156,7 @@ class _Search:
             self._refresh(torch.tensor(sorted(changed), device=self.order.device))
 
     def shake(self, generator: np.random.Generator, swaps: int = 3) -> None:
+        """Swap a few random pairs of columns."""
         places = generator.choice(self.order.numel(), 2 * min(swaps, self.order.numel() // 2), replace=False)
         for a, b in places.reshape(-1, 2).tolist():
             self._swap(a, b)
@@ -156,15 +167,15 @@ class _Search:
         order[[a, b]] = order[[b, a]]
 
     def _refresh(self, groups: Tensor) -> None:
-        """All that depends on what is in these groups."""
+        """Recompute everything that depends on the columns of these groups."""
         n, m = self.n, self.m
         columns = self.columns[self.order[groups]]  # [k, m, rows]
         self.kept[groups] = columns.topk(n, dim=1).values.sum((1, 2))
         for i in range(m):
-            # Without column i the n largest are known; another column adds what it has above the least of them.
+            # Another column in place of column i adds what exceeds the smallest of the n largest others.
             others = columns[:, [j for j in range(m) if j != i]].topk(n, dim=1).values
             self.with_other[groups, i] = others.sum((1, 2))[:, None] + self._above(others[:, -1])
-        # [k, m, groups, m]: the i-th column of one of these groups against the j-th of any.
+        # [k, m, groups, m]: the i-th column of these groups exchanged with the j-th of any group.
         there = self.with_other[groups][:, :, self.order]
         back = self.with_other[:, :, self.order[groups]].permute(2, 3, 0, 1)
         best, places = (there + back).transpose(1, 2).flatten(2).max(-1)
@@ -173,13 +184,13 @@ class _Search:
         self.gain[:, groups], self.places[:, groups] = gain.T, (places % m * m + places // m).T
 
     def _above(self, bounds: Tensor) -> Tensor:
-        """The sum over the rows of max(0, column - bound), for each bound `[k, rows]` and column: `[k, columns]`."""
+        """Return the sum over rows of max(0, column - bound) for each bound `[k, rows]` and column, `[k, columns]`."""
         rows = self.columns.shape[1]
         size = max(1, CHUNK // rows)
         above = self.columns.new_empty(len(bounds), len(self.columns))
-        room = self.columns.new_empty(max(1, size // len(self.columns)), min(size, len(self.columns)), rows)
-        for few, sums in zip(bounds.split(len(room)), above.split(len(room)), strict=True):
-            for columns, part in zip(self.columns.split(size), sums.split(size, dim=1), strict=True):
-                over = torch.sub(columns, few[:, None], out=room[: len(few), : len(columns)])
-                torch.sum(over.clamp_min_(0), -1, out=part)
+        buffer = self.columns.new_empty(max(1, size // len(self.columns)), min(size, len(self.columns)), rows)
+        for some_bounds, sums in zip(bounds.split(len(buffer)), above.split(len(buffer)), strict=True):
+            for columns, target in zip(self.columns.split(size), sums.split(size, dim=1), strict=True):
+                over = torch.sub(columns, some_bounds[:, None], out=buffer[: len(some_bounds), : len(columns)])
+                torch.sum(over.clamp_min_(0), -1, out=target)
         return above

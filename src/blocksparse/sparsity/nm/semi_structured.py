@@ -1,4 +1,4 @@
-"""Hands 2:4 weights to PyTorch's kernels for the sparse tensor cores of NVIDIA GPUs."""
+"""Conversion of 2:4 weights for PyTorch's kernels for sparse tensor cores of NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ MULTIPLES = (32, 64)
 
 
 def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
-    """Gives the linear layers of a model 2:4 sparse weights that PyTorch multiplies on a GPU's sparse tensor cores.
+    """Convert 2:4 sparse linear layers of a model, in place, so that they run on a GPU's sparse tensor cores.
 
-    The weights are compressed by `torch.sparse.to_sparse_semi_structured`, in place, for inference: they need no
-    gradient. They have to be 2:4 sparse already (`SRSTE`, or `weight * nm_mask(weight)`), since what compresses them
-    does not look. On a CPU, `nm_layout` has the form of N:M that saves time.
+    `torch.sparse.to_sparse_semi_structured` compresses the weights for inference, without gradients. They must be 2:4
+    sparse already (`SRSTE`, or `weight * nm_mask(weight)`). On a CPU, use `nm_layout` instead.
 
     Args:
         model: any module, on a GPU.
-        skip: what is left as it is: modules, or names of modules or parameters.
+        skip: modules, or names of modules or parameters, to leave unchanged; none by default.
 
     Returns:
-        The names of the weights that stay as they are, with the reason.
+        The names of the weights that are unchanged, with the reason.
 
     Raises:
-        BlockSparseError: no weight that could be converted, with the reasons; something to skip that the model does not
-            have; a device that PyTorch's kernels refuse. Nothing is changed then.
+        BlockSparseError: no weight can be converted, with the reasons; `skip` names something that the model does not
+            have; PyTorch's kernels do not support the device. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> bs.sparsity.to_semi_structured(torch.nn.Linear(64, 32, dtype=torch.float16))
@@ -64,14 +63,14 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
 
 
 def semi_structured_refusal(weight: Tensor) -> str | None:
-    """Why a weight cannot be handed over, or None."""
+    """Return the reason why a weight cannot be converted, or None."""
     if weight.device.type != "cuda":
         return f"on {weight.device.type}; only CUDA has kernels for it"
     return refusal_of_values(weight)
 
 
 def refusal_of_values(weight: Tensor) -> str | None:
-    """The same, wherever the weight is."""
+    """Return the reason why a weight cannot be converted on any device, or None."""
     if weight.dtype not in DTYPES:
         return f"{weight.dtype} is neither float16 nor bfloat16"
     if weight.dim() != 2 or weight.shape[0] % MULTIPLES[0] or weight.shape[1] % MULTIPLES[1]:

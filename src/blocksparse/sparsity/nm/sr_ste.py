@@ -1,4 +1,4 @@
-"""N:M sparsity while a network trains: SR-STE, and retraining with a fixed mask."""
+"""N:M sparsity during training: SR-STE, and retraining with a fixed mask."""
 
 from __future__ import annotations
 
@@ -16,26 +16,31 @@ from .mask import check_nm, nm_mask
 
 
 class SRSTE(TrainingMethod):
-    """Trains a model with N:M sparse weights by the sparse-refined straight-through estimator.
+    """SR-STE: trains a model with N:M sparse weights by the sparse-refined straight-through estimator.
 
-    The forward pass takes mask * w with the mask of the moment, `nm_mask(w, n, m)`. Backward, the gradient g of that is
-    passed to all of w, and the weights that are masked decay: g + decay (1 - mask) w. So weights can come back, and
-    masks settle. `step` only counts, so that training loops can call it as of any method.
+    The forward pass uses mask * w with the current mask, `nm_mask(w, n, m)`. The backward pass sends its gradient g to
+    all of w and decays masked weights: g + decay (1 - mask) w. So weights can come back, and masks settle. `step` only
+    counts, so that training loops can call it like that of any method.
 
     Args:
-        model: linear layers, convolutions and their transposes, and the Conv1D of transformers are parametrized in
-            place; the parameters stay the same objects, so that an optimizer may exist already. Their order changes: a
-            program that resumes makes the optimizer at the same place as the first one.
-        n, m: 0 < n <= m.
-        decay: lambda in the paper, 2e-4 there.
-        skip: what is left as it is: modules, or names of modules or parameters.
+        model: a model whose linear layers, convolutions (also transposed) and Conv1D of transformers are parametrized
+            in place. Parameters stay the same objects, so the optimizer may exist already, but their order changes: to
+            resume, create the optimizer at the same place of the program.
+        n: weights kept in each group, 2 by default.
+        m: weights in a group, n or more; 4 by default.
+        decay: lambda of the paper, 2e-4 by default.
+        skip: modules, or names of modules or parameters, to leave unchanged; none by default.
 
-    `weights` are the names of the weights; `left` has those that stay dense, with the reason. In a state dict, a weight
-    is `parametrizations.weight.original` until `finish`; one with frozen masks freezes the model that loads it.
+    Attributes:
+        weights: names of the N:M sparse weights.
+        left: weights that stay dense, by name, with the reason.
+
+    In a state dict, a weight is `parametrizations.weight.original` until `finish`. A state with frozen masks freezes
+    the masks of the model that loads it.
 
     Raises:
-        BlockSparseError: n or m out of range, a decay below 0, no weight that could be N:M sparse, something to skip
-            that the model does not have. Nothing is changed then.
+        BlockSparseError: n or m out of range; a decay below 0; no weight can be N:M sparse; `skip` names something that
+            the model does not have. Nothing is changed then.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -65,18 +70,19 @@ class SRSTE(TrainingMethod):
         self._modules: list[Any] = [weight.module for weight in chosen]
         for weight in chosen:
             swapped = weight.matrix() is not weight.tensor
-            add_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped))
+            add_parametrization(weight.module, "weight", _MaskedWeight(n, m, decay, swapped))
             parametrizations: Any = weight.module.parametrizations
             parametrizations.weight.register_load_state_dict_pre_hook(_freeze_as_saved)
         self._watch_updates()
 
     def freeze(self) -> None:
-        """Keeps the masks as they are from now on; the gradient is then mask * g.
+        """Fix the masks; the gradient is mask * g from now on.
 
-        At once on a trained model, this is pruning in one shot and retraining with a fixed mask.
+        Called right after the constructor on a trained model, this is one-shot pruning and retraining with a fixed
+        mask.
 
         Raises:
-            BlockSparseError: after `finish`.
+            BlockSparseError: `finish` was called.
         """
         self._check_unfinished("freeze")
         for module in self._modules:
@@ -84,10 +90,10 @@ class SRSTE(TrainingMethod):
                 module.parametrizations.weight[0].freeze(module.parametrizations.weight.original)
 
     def finish(self) -> None:
-        """Takes the parametrizations off: the weights are plain parameters again, the same objects, with zeros.
+        """Remove the parametrizations; the weights are the same parameters as before, masked.
 
         Raises:
-            BlockSparseError: a second time.
+            BlockSparseError: `finish` was called before.
         """
         self._check_unfinished("finish")
         for module in self._modules:
@@ -103,8 +109,11 @@ class SRSTE(TrainingMethod):
         return {name: module.parametrizations.weight.original for name, module in weights}
 
 
-class _Masked(nn.Module):
-    """Applies a weight's N:M mask, computed in each call unless it is frozen."""
+class _MaskedWeight(nn.Module):
+    """A parametrization that applies a weight's N:M mask, computed in each call unless frozen.
+
+    If `swapped`, the first axis of the weight is that of the inputs.
+    """
 
     mask: Tensor | None
 
@@ -116,7 +125,7 @@ class _Masked(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self.mask is not None:
             return weight * self.mask
-        return _Refined.apply(weight, self._mask(weight), self.decay)
+        return _RefinedStraightThrough.apply(weight, self._mask(weight), self.decay)
 
     def plain(self, weight: Tensor) -> Tensor:
         return weight * (self._mask(weight) if self.mask is None else self.mask)
@@ -126,21 +135,20 @@ class _Masked(nn.Module):
             self.mask = self._mask(weight)
 
     def _mask(self, weight: Tensor) -> Tensor:
-        """Of a weight whose first axis is the inputs where `swapped`."""
         if self.swapped:
             return nm_mask(weight.transpose(0, 1), self.n, self.m).transpose(0, 1)
         return nm_mask(weight, self.n, self.m)
 
 
 def _freeze_as_saved(weight: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Makes room for the mask of a state that is frozen: PyTorch loads only what the module has."""
+    """Allocate the mask if the state has a frozen one: PyTorch loads only what the module has."""
     mask = state.get(f"{prefix}0.mask")
     if weight[0].mask is None and mask is not None and mask.shape == weight.original.shape:
         weight[0].mask = torch.zeros_like(weight.original, dtype=torch.bool)
 
 
-class _Refined(torch.autograd.Function):
-    """mask * w, with the gradient g + decay (1 - mask) w."""
+class _RefinedStraightThrough(torch.autograd.Function):
+    """The product mask * w, with the gradient g + decay (1 - mask) w."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor, decay: float) -> Tensor:
