@@ -1,1 +1,1 @@
-"""The programs that are run on blocksparse: training, experiments, benchmarks, the command line."""
+"""Programs that run on blocksparse: training, experiments, benchmarks, the command line."""

@@ -1,4 +1,4 @@
-"""The command `blocksparse`. Importing torch takes seconds, and Ctrl-C must be quiet then too."""
+"""The command `blocksparse`. Ctrl-C stays quiet even during the seconds in which torch is imported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line."""
-    # One that is ignored, as in the background of a script, stays so.
+    """Run the command line."""
+    # Keep an ignored SIGINT ignored, as it is in a script's background.
     waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if waits:
         signal.signal(signal.SIGINT, _leave)
@@ -24,7 +24,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code and _has_group():
-            # PyTorch's threads may still wait for the messages of a process that is gone, and torchrun for this one.
+            # PyTorch's threads may wait for messages of a dead process, and torchrun for this process.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(end.code if isinstance(end.code, int) else 1)
@@ -37,7 +37,7 @@ def _has_group() -> bool:
 
 
 def _leave(number: int, frame: object) -> None:
-    # At once: an exception would go through half-imported modules, some of which catch any.
+    # Exit at once: an exception would pass through half-imported modules, some of which catch everything.
     os.write(2, b"interrupted\n")
     os._exit(128 + number)
 

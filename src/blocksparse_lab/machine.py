@@ -1,4 +1,4 @@
-"""The machine that a number was measured on; every JSON file of results records it."""
+"""Describe the machine that a measurement ran on. Every JSON file of results has this description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """CPU, instruction set in use, threads, load, versions, commit and date, ready for JSON; of "cuda", the GPU too."""
+    """Return CPU, instruction set, threads, load, versions, commit and date, and for "cuda" the GPU, ready for JSON."""
     usable = cpu_core.unavailable() is None
     commit, dirty = checkout()
     return {
@@ -48,7 +48,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The GPU that PyTorch uses, its driver, and the versions between."""
+    """Describe PyTorch's current GPU, its driver and CUDA's versions."""
     device = torch.cuda.current_device()
     facts = torch.cuda.get_device_properties(device)
     drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -74,7 +74,7 @@ def _version(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The CPU's name as its maker gives it."""
+    """Return the CPU's name."""
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
@@ -85,7 +85,7 @@ def cpu_model() -> str:
 
 
 def slug(text: str) -> str:
-    """A name fit for a file.
+    """Turn a text into a file name.
 
     >>> slug("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz")
     'intel-xeon-platinum-8481c'
@@ -95,11 +95,10 @@ def slug(text: str) -> str:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """(commit, whether tracked files differ from it) of the checkout that has this package, else (None, None).
+    """Return the commit of this package's checkout and whether tracked files differ from it; (None, None) if unknown.
 
-    A package installed into an environment that merely lies inside some repository is no part of it: git must
-    track the package's own files. Of a copy without its .git, BLOCKSPARSE_COMMIT may say the commit, with a + behind
-    it where files differ.
+    git must track the package's own files: an environment inside some other repository does not count. For a copy
+    without .git, set BLOCKSPARSE_COMMIT to the commit, with a + at the end if files differ.
     """
     if told := os.environ.get("BLOCKSPARSE_COMMIT"):
         return told.rstrip("+"), told.endswith("+")
@@ -119,26 +118,25 @@ def _output(*command: str) -> str | None:
 
 
 def chip(facts: Mapping[str, Any]) -> str:
-    """The GPU of these facts, or the CPU where they have none."""
+    """Name the GPU in a machine's facts, or the CPU."""
     if gpu := facts["gpu"]:
         return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
     return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
 
 
 def where(facts: Mapping[str, Any]) -> str:
-    """The machine in a line, with versions and commit."""
+    """Describe a machine in one line, with versions and commit."""
     commit = f", commit {code(facts)}" if facts["commit"] else ""
     return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
 def code(facts: Mapping[str, Any]) -> str:
-    """Names the code of these facts: the commit and whether files differed from it, else the version."""
+    """Name the code that ran: the commit and whether files differed from it, or the version."""
     return facts["commit"][:8] + " with changes" * facts["dirty"] if facts["commit"] else facts["blocksparse"]
 
 
 def commits(machines: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """What `where` of one of them leaves out: the commits, if they are several, with the names of those whose runs are
-    of them."""
+    """List the commits, with the names of their runs, if there are several: `where` names only one."""
     found: dict[str, list[str]] = {}
     for name, some in machines.items():
         for one in {one for facts in some if facts["commit"] for one in facts.get("codes", [code(facts)])}:
@@ -148,7 +146,7 @@ def commits(machines: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
 
 
 def available_memory() -> int:
-    """Bytes that a new process could have, by the system and by the limit of its group."""
+    """Return the bytes that a new process could allocate, by system and control group."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

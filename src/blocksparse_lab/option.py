@@ -1,4 +1,4 @@
-"""Settings whose default, check and help are said once: fields of dataclasses, from which the command line is made."""
+"""Dataclass fields that are also options of the command line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def option(default: Any, help: str, name: str | None = None) -> Any:
-    """A dataclass field that is an option of the command line too; a field without help is none.
+    """Return a dataclass field that is also a command-line option. Fields without help are not options.
 
     Args:
-        default: of the field and of the option.
-        help: what it is.
-        name: of the option, where it is not the field's.
+        default: of the field and the option.
+        help: shown by `--help`.
+        name: of the option; by default the field's name.
 
     >>> from dataclasses import dataclass, fields
     >>> from blocksparse_lab.option import option

@@ -1,4 +1,4 @@
-"""Tables on the terminal, as all commands and benchmarks print them."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]] = (), words: int = 1, **options: Any) -> Table:
-    """A table whose first columns, `words` of them, are words that may be folded; numbers are on the right.
+    """Build a table whose first `words` columns are left-aligned words that may be folded; the rest are numbers.
 
     >>> from rich.console import Console
     >>> Console(width=40).print(table(("net", "error"), [("dense", "1.5 %"), ("sparse", "11 %")]))

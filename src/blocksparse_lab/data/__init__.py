@@ -1,7 +1,7 @@
-"""Loaders: text as bytes, labelled texts, images in the idx format, tables of numbers; downloads.
+"""Data loaders: text as bytes, labelled texts, images in the idx format, tables of numbers; downloads.
 
-What all of them share is said here. `data_dir` is a folder that has the files as published, or the data set's own
-folder in it; without one they are downloaded, once. `progress` is called after each chunk of a download with the bytes
-so far and the total, and `seed` draws what is drawn. A name that is unknown, a file that is missing, broken or not what
-its name says, and a download that fails raise a `BlockSparseError`, with the line where there is one.
+All share these arguments: `data_dir` is a folder with the published files, or with the data set's folder; without it
+they are downloaded once. `progress` is called after each chunk of a download with bytes and total. `seed` makes all
+random choices. Unknown names, missing or broken files and failed downloads raise a `BlockSparseError`, with the line
+if there is one.
 """

@@ -1,4 +1,4 @@
-"""CIFAR-10 in its python version: five batches to train on and one to test on, pickled."""
+"""CIFAR-10 in its Python version: five pickled training batches and one test batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIXELS = 3 * 32 * 32
 
 
 def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pixels, uint8 `[n, 3072]`, red first, and the labels, int64 `[n]`, to train on; those to test on."""
+    """Return pixels, uint8 `[n, 3072]`, red first, and labels, int64 `[n]`, to train on, then those to test on."""
     places = f"{FOLDER}/data_batch_1", "data_batch_1"
     folder = located("cifar10", places, data_dir, URL, HASH, progress).parent
     batches = [read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
@@ -30,10 +30,7 @@ def read(data_dir: str | Path | None = None, progress: Progress | None = None) -
 
 
 def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:
-    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of a batch.
-
-    No function named in the pickle is called.
-    """
+    """Return pixels, uint8 `[n, 3072]`, and labels, int64 `[n]`, of a batch, without calls of pickled functions."""
     content = pickles.read(path, "cifar10", "a batch of CIFAR-10")
     content = content if isinstance(content, dict) else {}
     pixels, labels = (content.get(name, content.get(name.encode())) for name in ("data", "labels"))

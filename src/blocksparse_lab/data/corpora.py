@@ -1,4 +1,4 @@
-"""Texts for language models, by name: downloaded, or read from files at hand."""
+"""Texts for language models by name, from downloads or local files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .download import Progress, located
 
 
 class Source(NamedTuple):
-    """The name of a text's file, how many bytes it has where that is known, and where it is downloaded from."""
+    """File name of a text, its size if known, and its URL."""
 
     file: str
     size: int | None = None
@@ -22,7 +22,7 @@ class Source(NamedTuple):
     known_hash: str = ""
 
 
-# enwik8 and text8 are the first 10^8 bytes of a Wikipedia dump of 2006, as it is and cleaned: mattmahoney.net/dc.
+# enwik8 and text8 are the first 10^8 bytes of a Wikipedia dump of 2006, raw and cleaned: mattmahoney.net/dc.
 SOURCES = {
     "enwik8": Source(
         "enwik8",
@@ -50,12 +50,12 @@ NAMES = (*SOURCES, "imdb", "python")
 
 
 def load(name: str, data_dir: str | Path | None = None, progress: Progress | None = None) -> bytes:
-    """A text by its name, as bytes.
+    """Return a text as bytes.
 
     Args:
-        name: "enwik8", "text8", "tinyshakespeare", "imdb" (the unlabelled reviews, each as the sentiment protocol
-            gives it to a model), "python" (Python's help topics, always there), "wikipedia" and "enwik8_prefix" (only
-            of `data_dir`), or any file in `data_dir`.
+        name: "enwik8", "text8", "tinyshakespeare", "imdb" (the unlabelled reviews, encoded as in the sentiment
+            protocol), "python" (Python's help topics, without download), "wikipedia" and "enwik8_prefix" (only from
+            `data_dir`), or any file in `data_dir`.
     >>> from blocksparse_lab.data import corpora
     >>> corpora.load("python")[:22]
     b'The "assert" statement'

@@ -1,4 +1,4 @@
-"""Tables of numbers in csv files, with a column of labels; and the rows of any csv file."""
+"""Read csv files: tables of numbers with a column of labels, or any rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 LABEL_COLUMNS = ("label", "class", "target")
-# Of float32.
+# Largest float32.
 LARGEST = 3.4028235e38
 
 
 def records(path: Any) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a csv file in UTF-8, gzipped or not, each with the number of its first line; empty ones are left out.
+    """Yield the nonempty rows of a csv file in UTF-8, gzipped or not, with the number of their first line.
 
     Raises:
-        BlockSparseError: no such file; with the line, another encoding, no csv, or a row of more than 16 Mi characters,
-            which quoted fields may spread over lines.
+        BlockSparseError: the file is missing, not UTF-8 or not csv, or a row, which quoted fields may spread over
+            lines, has more than 16 Mi characters; with the line.
     """
     taken = 0
 
@@ -38,7 +38,7 @@ def records(path: Any) -> Iterator[tuple[int, list[str]]]:
             if taken > files.MAX_IN_A_LINE:
                 wanted = f"rows of {files.MAX_IN_A_LINE:,} characters at most"
                 raise BlockSparseError.expected(f"{path}, line {line}", wanted, "more")
-            try:  # here and not in files.lines, which decodes many lines at once
+            try:  # not in files.lines, which decodes many lines at once
                 yield text.encode("latin1").decode("utf-8-sig" if line == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 got = f"byte {error.object[error.start]:#x}"
@@ -58,27 +58,27 @@ def records(path: Any) -> Iterator[tuple[int, list[str]]]:
 
 
 def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """The features float32 `[n, features]`, the labels int64 `[n]`, and the names of the classes.
+    """Read features float32 `[n, features]`, labels int64 `[n]` and the names of the classes.
 
     The first line names the columns: one of label, class and target, and features. Labels are numbers or words; classes
-    are in the order of the numbers, or of the alphabet.
+    are in numeric or alphabetic order.
 
     Args:
         path: the file, gzipped or not.
-        columns: what a file without such a line has; one with it is read by its own.
+        columns: names for a file without such a line.
 
     Raises:
-        BlockSparseError: as of `records`; with line and column, a hole or something that is no finite number; a line
-            with fewer or more columns than the first; labels that are all the same, or numbers with enough different
-            values that they look like the target of a regression: more different ones than half the rows and 1000, or
-            of those with fractions more than half the rows and 20, or than 1000.
+        BlockSparseError: as for `records`; a hole, or a field that is not a finite number, with line and column; a line
+            with another number of columns than the first; labels that are all equal, or that look like the target of a
+            regression: numbers with more than 1000 different values that are more than half the rows, or, with
+            fractions, more than 20 that are more than half the rows, or more than 1000.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from blocksparse_lab.data import csv_table
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "animals.csv")
-    ...     _ = path.write_text("legs,wings,label\\n4,0,cat\\n2,2,bird\\n")
+    ...     _ = path.write_text("legs,wings,label\n4,0,cat\n2,2,bird\n")
     ...     csv_table.read(path)
     (tensor([[4., 0.],
             [2., 2.]]), tensor([1, 0]), ('bird', 'cat'))
@@ -113,7 +113,7 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
 
 
 def number(text: str) -> float:
-    """The number in a field, in digits from 0 to 9; Python itself would also read 1_0 and other scripts' digits.
+    """Parse a number of digits 0 to 9; Python's float would also accept 1_0 and digits of other scripts.
 
     Raises:
         ValueError: not a number.
@@ -124,10 +124,10 @@ def number(text: str) -> float:
 
 
 def numbers_at(where: str, fields: Sequence[str], columns: Iterable[object]) -> list[float]:
-    """The numbers in the fields of a row.
+    """Parse the numbers in the fields of a row.
 
     Raises:
-        BlockSparseError: with the column, there is none, or one that float32 does not have.
+        BlockSparseError: a field is not a number, or not in float32's range; with the column.
     """
     together = "".join(fields)
     try:
@@ -143,10 +143,10 @@ def numbers_at(where: str, fields: Sequence[str], columns: Iterable[object]) -> 
 
 
 def _plain(label: str) -> str:
-    """The label, a whole number without its fraction: HIGGS.csv has 1.000000000000000000e+00."""
+    """Normalise a label: whole numbers lose their fraction, as HIGGS.csv has 1.000000000000000000e+00."""
     label = label.strip()
     if label.isascii() and label.isdigit():
-        return label.lstrip("0") or "0"  # as a float, large ones would become one class
+        return label.lstrip("0") or "0"  # as floats, large labels would become equal
     if not _is_number(label):
         return label
     value = float(label)
@@ -173,7 +173,7 @@ def _label_column(path: str | Path, header: list[str]) -> int:
 
 
 def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
-    """Refuses what looks like the target of a regression: too many classes, all of them numbers."""
+    """Raise if the labels look like the target of a regression: too many different numbers."""
     if not all(map(_is_number, names)):
         return
     numbers = list(map(float, names))
@@ -185,7 +185,7 @@ def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """The names of classes in the order of the numbers that they are, or else of the alphabet."""
+    """Sort class names by number, if all are numbers, or alphabetically."""
     try:
         return tuple(sorted(labels, key=number))
     except ValueError:

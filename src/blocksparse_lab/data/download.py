@@ -1,4 +1,4 @@
-"""Data sets from the internet: fetched once, checked, unpacked, kept in the user's cache."""
+"""Download data sets once, check and unpack them, and keep them in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
-# Told how many bytes are there, and of how many (0 where the server does not say).
+# Called with bytes so far and in all (0 if the server does not say).
 Progress = Callable[[int, int], None]
 
 
 def cache() -> Path:
-    """The folder that downloads go to: BLOCKSPARSE_DATA, or else the usual one for a user's caches."""
+    """Return the folder for downloads: BLOCKSPARSE_DATA, or the platform's cache folder."""
     import pooch
 
     # Path.expanduser raises its own errors for unknown users.
@@ -24,20 +24,19 @@ def cache() -> Path:
 
 
 def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None) -> Path:
-    """A file of the internet, or the folder that an archive (`.zip`, `.tar.gz`) unpacks to.
+    """Download a file, or an archive (`.zip`, `.tar.gz`) to a folder, unless it is cached; return the path.
 
-    A file fetched before is returned at once. One with another checksum is not kept, and a folder appears only
-    when all of the archive is in it.
+    A file with a wrong checksum is removed, and a folder appears only once the whole archive is unpacked.
 
     Args:
-        url: where it is, by http or https.
-        known_hash: what pooch takes, "sha256:..." or "md5:...".
-        name: of the file or folder in the cache, which may be a path.
-        progress: called after each chunk with the bytes so far and the total.
+        url: http or https.
+        known_hash: for pooch, "sha256:..." or "md5:...".
+        name: path of the file or folder in the cache.
+        progress: called after each chunk with bytes so far and in all.
 
     Raises:
-        BlockSparseError: no connection, another checksum, a broken archive or one that `files.unpack` refuses, no room
-            on the disk.
+        BlockSparseError: no connection, a wrong checksum, an archive that is broken or that `files.unpack` refuses, or
+            a full disk.
     """
     target = cache() / name
     if os.path.exists(target):
@@ -50,7 +49,7 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
             _unpack(path, target)
             path.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        # requests' errors are OSErrors, pooch's of a wrong checksum is a ValueError, and so are ours.
+        # requests raises OSErrors; pooch's error for a wrong checksum is a ValueError, as are ours.
         raise BlockSparseError.expected(
             name,
             f"a download from {url} to {target.parent}, or the files at hand in a folder given by --data-dir",
@@ -67,10 +66,10 @@ def located(
     known_hash: str = "",
     progress: Progress | None = None,
 ) -> Path:
-    """The first of these places that there is in a folder, or without one in what is downloaded.
+    """Return the first existing one of `places` in a folder, or in a download if there is no folder.
 
     Raises:
-        BlockSparseError: there is none, there is no download, or as of `fetch`.
+        BlockSparseError: there is none, there is no download, or as for `fetch`.
     """
     if data_dir is None and url is None:
         wanted = f"--data-dir, a folder with {' or '.join(places)}: it has no download"
@@ -91,7 +90,7 @@ def _download(url: str, known_hash: str, path: Path, progress: Progress | None) 
 
 
 def _unpack(archive: Path, target: Path) -> None:
-    # Renamed when complete: a folder half unpacked would be taken for the data set.
+    # Rename at the end, so that half an archive is never taken for the data set.
     with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         files.unpack(archive, folder)
@@ -99,7 +98,7 @@ def _unpack(archive: Path, target: Path) -> None:
         try:
             folder.rename(target)
         except OSError:
-            if not target.is_dir():  # else another process was faster
+            if not target.is_dir():  # another process was faster
                 raise
 
 
@@ -121,7 +120,7 @@ class _Bar:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """The error in a few words: those of requests are a page long."""
+    """Describe an error in a few words; those of requests have a page."""
     from requests import exceptions
 
     if isinstance(error, exceptions.HTTPError):

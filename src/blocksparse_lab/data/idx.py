@@ -1,4 +1,4 @@
-"""Images and labels in the idx format of MNIST and Fashion-MNIST."""
+"""Read images and labels in the idx format of MNIST and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 20
 
 
 class Images(NamedTuple):
-    """Images with labels: uint8 `[n, height, width]` and int64 `[n]` each."""
+    """Images with labels: uint8 `[n, height, width]` and int64 `[n]`, to train and to test on."""
 
     train: Tensor
     train_labels: Tensor
@@ -29,7 +29,7 @@ class Images(NamedTuple):
 
 
 def read(path: str | Path) -> Tensor:
-    """The tensor in an idx file, compressed with gzip or not."""
+    """Read the tensor in an idx file, gzipped or not."""
     with files.opened(path, "idx file", gzipped=True) as file:
         head = file.read(4)
         sizes = file.read(4 * head[3]) if len(head) == 4 else b""
@@ -52,7 +52,7 @@ def read(path: str | Path) -> Tensor:
 
 
 def mnist(folder: str | Path) -> Images:
-    """The four files of MNIST or Fashion-MNIST in a folder, named as they are published, `.gz` or unpacked."""
+    """Read the four files of MNIST or Fashion-MNIST, with their published names, `.gz` or unpacked."""
     parts = []
     for name in ("train", "t10k"):
         images, labels = (_find(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))

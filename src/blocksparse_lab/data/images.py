@@ -1,4 +1,4 @@
-"""Images with a class each, by the name of the set, as they are published: bytes, in their own shape."""
+"""Labelled images by the name of the set, as published: bytes in their own shape."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FASHION_MNIST_CLASSES = (
 
 @dataclass(frozen=True)
 class Images:
-    """Images to train on, and others to test on.
+    """Images to train and to test on.
 
     Args:
-        name: where they come from.
+        name: of the set.
         train, test: uint8 `[n, channels, height, width]`.
-        train_labels, test_labels: int64 `[n]`, the numbers of the classes.
-        classes: their names in the data.
+        train_labels, test_labels: int64 `[n]`, class indices.
+        classes: names of the classes.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Images:
         return self.train.shape[1:]
 
     def digest(self) -> dict[str, Any]:
-        """Identifies the data, ready for JSON."""
+        """Identify the data, ready for JSON."""
         sizes = {"images": len(self.train), "shape": list(self.shape), "classes": len(self.classes)}
         sha = digest(self.train, self.train_labels, self.test, self.test_labels)
         return {"name": self.name, **sizes, "sha256": sha}
 
 
 def load(name: str, data_dir: str | Path | None = None, progress: download.Progress | None = None) -> Images:
-    """Images by the name of their set.
+    """Load images by the name of their set.
 
     Args:
-        name: "cifar10", 60,000 coloured ones of 32 x 32, or "fashion_mnist", 70,000 grey ones of 28 x 28.
+        name: "cifar10", 60,000 colour images of 32 x 32, or "fashion_mnist", 70,000 grey ones of 28 x 28.
     Source: Krizhevsky, Learning multiple layers of features from tiny images (2009); Xiao, Rasul, Vollgraf,
     Fashion-MNIST (2017).
     """

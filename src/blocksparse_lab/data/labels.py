@@ -1,4 +1,4 @@
-"""Rows with the number of a class each: what holds of them all, and how some are drawn."""
+"""Checks and draws for labelled rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse.errors import BlockSparseError
 
 
 def check(name: str, rows: Tensor, labels: Tensor, dtype: torch.dtype, shape: Sequence[int], classes: int) -> None:
-    """Raises a BlockSparseError about `name` unless these are rows of a shape, with int64 labels below `classes`.
+    """Raise a BlockSparseError about `name` unless rows have this shape, with int64 labels below `classes`.
 
     >>> check("train", torch.zeros(2, 3), torch.tensor([0, 2]), torch.float32, [3], classes=2)
     Traceback (most recent call last):
@@ -31,7 +31,7 @@ def check(name: str, rows: Tensor, labels: Tensor, dtype: torch.dtype, shape: Se
 
 
 def digest(*tensors: Tensor) -> str:
-    """Identifies the content of tensors."""
+    """Identify the content of tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.contiguous().numpy().data)
@@ -39,7 +39,7 @@ def digest(*tensors: Tensor) -> str:
 
 
 def drawn(labels: np.ndarray, classes: int, part: float, seed: int) -> np.ndarray:
-    """The rows that a draw takes: this part of each class, one row at least. bool `[n]`."""
+    """Draw a fraction of each class, at least one row; return a mask, bool `[n]`."""
     rng = np.random.default_rng(seed)
     found = np.zeros(len(labels), dtype=bool)
     ends = np.bincount(labels, minlength=classes).cumsum()

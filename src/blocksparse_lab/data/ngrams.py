@@ -1,4 +1,4 @@
-"""Texts as their words and pairs of words, hashed to a fixed number of features: wide rows of which few are not 0."""
+"""Texts as hashed words and pairs of words: wide rows with few nonzero features."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LENGTH = np.float32(32)
 
 
 class Ngrams:
-    """TF-IDF of the hashed words and pairs of words of labelled texts, kept as scipy's CSR; batches of rows are dense.
+    """TF-IDF of the hashed words and pairs of words of labelled texts, stored as scipy's CSR; batches are dense.
 
-    Rows have a length of 32: with that of 1, which TF-IDF leaves them, a first layer learns slowly, and with that of
-    standardised rows, 256, a net begins with large wrong outputs. The rarity of a word is that in training.
+    Rows are scaled to length 32: with TF-IDF's 1 a first layer learns slowly, and with 256, as of standardised rows, a
+    net starts with large wrong outputs. Word frequencies are those of the training texts.
 
     Args:
-        splits: the texts; those to train on, and those to test on.
-        choosing: whether the texts to choose with take the place of those to test on.
+        splits: texts to train and to test on.
+        choosing: evaluate on the validation texts instead of the test texts.
         features: of a row.
 
     >>> import numpy as np
@@ -57,15 +57,15 @@ class Ngrams:
         ]
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows to train on, by their numbers, and their labels."""
+        """Return rows to train on, by index, and their labels."""
         return self._dense(0, rows)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The other rows and their labels, in batches."""
+        """Yield the held-out rows and their labels in batches."""
         return (self._dense(1, rows.numpy()) for rows in torch.arange(self.tested).split(batch))
 
     def digest(self) -> dict[str, Any]:
-        """Identifies the data, ready for JSON."""
+        """Identify the data, ready for JSON."""
         parts = [torch.from_numpy(part) for of, _ in self._parts for part in (of.indptr, of.indices, of.data)]
         sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
         return {"name": f"{self.name}, words and pairs", **sizes, "sha256": digest(*parts)}

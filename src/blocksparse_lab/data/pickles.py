@@ -1,7 +1,8 @@
-"""Pickles of plain data from others: numbers, texts, lists, dicts and numpy's arrays.
+"""Read untrusted pickles of plain data: numbers, texts, lists, dicts and numpy arrays.
 
-No function that a pickle names is called: stand-ins are, in place of numpy's and scipy's. All steps are looked at
-first, and keys as they come: the hash of a tuple of tuples can take 2^n steps in a file of n, or overflow the stack.
+Stand-ins replace the functions of numpy and scipy, and no function that a pickle names is called. Opcodes are checked
+before, and dict keys during the read: the hash of nested tuples can take 2^n steps in a file of n, or overflow the
+stack.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
-# Steps of a pickle: each makes one object at most. Pubmed's graph takes 200,000.
+# Each opcode makes at most one object. Pubmed's graph needs 200,000.
 MAX_STEPS = 1 << 21
 MAX_DIMENSIONS = 8
 
@@ -48,14 +49,14 @@ class _Dtype:
     def numpy(self) -> np.dtype[Any]:
         name, order = (x.decode("latin1") if isinstance(x, bytes) else x for x in (self.name, self.order))
         if name not in _DTYPES or order not in ("<", ">", "=", "|"):
-            # Other objects may contain themselves many times over.
+            # Arrays of objects may contain themselves many times over.
             raise PickleError(f"an array of {name[:40] if isinstance(name, str) else f'a {type(name).__name__}'}")
         return np.dtype(order + name)
 
 
 @dataclass
 class Array:
-    """An array, as far as its pickle has been read."""
+    """An array as its pickle describes it, unchecked."""
 
     shape: Any = None
     dtype: Any = None
@@ -66,10 +67,10 @@ class Array:
         _, self.shape, self.dtype, self.fortran, self.data = state
 
     def numpy(self) -> np.ndarray:
-        """The array, a copy."""
+        """Check the description and return the array, a copy."""
         dtype = self.dtype.numpy() if isinstance(self.dtype, _Dtype) else None
         shape, data = self.shape, self.data
-        if isinstance(data, str):  # as Python 2's bytes are read
+        if isinstance(data, str):  # Python 2's bytes are read as str
             data = data.encode("latin1")
         fine = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
         fine = fine and all(type(n) is int and n >= 0 for n in shape)
@@ -82,7 +83,7 @@ class Array:
 
 
 class Csr:
-    """A sparse matrix of scipy's, as its pickle has it: nothing of it is checked."""
+    """A scipy sparse matrix as its pickle describes it, unchecked."""
 
     parts: Mapping[Any, Any] = MappingProxyType({})
 
@@ -94,7 +95,7 @@ class Csr:
 
 @dataclass(frozen=True)
 class _Function:
-    """Stands for a function that a pickle names."""
+    """A stand-in for a function that a pickle names."""
 
     name: str
     call: Callable[..., Any]
@@ -128,12 +129,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **_modules("numpy", ndarray=Array, dtype=lambda name, *_: _Dtype(name)),
     **_modules("collections", defaultdict=lambda *_: {}),
     **_modules("builtins", "__builtin__", list=lambda: [], bytes=lambda: b""),
-    **_modules("_codecs", encode=lambda text, *_: text),  # Python 3's bytes in the protocols of Python 2
+    **_modules("_codecs", encode=lambda text, *_: text),  # Python 3's bytes in Python 2's protocols
     **{(module, "csr_matrix"): Csr for module in ("scipy.sparse", "scipy.sparse.csr", "scipy.sparse._csr")},
 }
 
 
-class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be looked at
+class _Reader(pickle._Unpickler):  # the Python version, whose opcodes can be overridden
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
@@ -155,12 +156,12 @@ class _Reader(pickle._Unpickler):  # the one in Python, whose steps can be looke
 
 
 def read(path: Any, subject: str, wanted: str) -> Any:
-    """Reads a pickle, with an `Array` or a `Csr` for each array or sparse matrix.
+    """Read a pickle, with an `Array` or a `Csr` for each array or sparse matrix.
 
-    Texts of Python 2, and bytes in its protocols, are read as Latin-1.
+    Python 2's texts, and bytes in its protocols, are read as Latin-1.
 
     Args:
-        subject: what an error is about where the file cannot be read.
+        subject: names the file in errors about reading it.
         wanted: what the file should be.
     """
     data = files.read(path, subject)
@@ -172,7 +173,7 @@ def read(path: Any, subject: str, wanted: str) -> Any:
 
 
 def _check_steps(data: bytes) -> None:
-    """Refuses steps that take more time or memory than the file has bytes, or make more than plain data."""
+    """Raise if opcodes need more time or memory than the file has bytes, or make more than plain data."""
     for steps, (code, argument, _) in enumerate(pickletools.genops(data)):
         if steps == MAX_STEPS:
             raise PickleError(f"more than {MAX_STEPS:,} steps")

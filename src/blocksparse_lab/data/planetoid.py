@@ -1,4 +1,4 @@
-"""Citation graphs (Cora, Citeseer, Pubmed) as the planetoid files have them."""
+"""Citation graphs (Cora, Citeseer, Pubmed) from the planetoid files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Graph:
 
     Args:
         name: of the graph.
-        features: float32 `[nodes, features]`, which words a paper has.
+        features: float32 `[nodes, features]`, the words of each paper.
         labels: int64 `[nodes]`.
         edges: int64 `[2, edges]`, each pair once.
     """
@@ -40,9 +40,9 @@ class Graph:
 
 
 def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
-    """A citation graph.
+    """Load a citation graph.
 
-    Nodes with neither words nor a class in the files (Citeseer has some) are of class 0 and without words.
+    Nodes without words and class in the files (Citeseer has some) get class 0 and no words.
 
     Args:
         name: "cora", "citeseer" or "pubmed".
@@ -74,11 +74,11 @@ def _graph(name: str, found: dict[str, Any], tested: np.ndarray) -> Graph:
 
 
 def _rows(name: str, known: Any, others: Any, tested: np.ndarray, count: int) -> np.ndarray:
-    """The rows of all nodes: those of allx or ally, and behind them those of tx or ty, where the index file says."""
+    """Return the rows of all nodes: those of allx or ally first, then those of tx or ty at the indices in `tested`."""
     first, wide = known.shape
     if others.shape[1] != wide or not wide:
         raise ValueError(f"{wide} and {others.shape[1]} columns")
-    # Between the numbers of the index file there may be nodes of neither.
+    # The index file may skip nodes, which have neither words nor class.
     if len(tested) != others.shape[0] or len(np.unique(tested)) != len(tested):
         raise ValueError(f"{len(np.unique(tested))} numbers of nodes for {others.shape[0]} rows")
     if first > count or (len(tested) and not first <= tested.min() <= tested.max() < count):
@@ -92,10 +92,10 @@ def _rows(name: str, known: Any, others: Any, tested: np.ndarray, count: int) ->
 
 
 def _matrix(part: str, found: Any) -> Any:
-    """A two-dimensional array, or scipy's sparse matrix, as a sparse matrix of float32."""
+    """Convert a two-dimensional array, or scipy's sparse matrix, to a sparse matrix of float32."""
     from scipy.sparse import csr_array
 
-    with np.errstate(all="ignore"):  # what is not finite is refused with the rows
+    with np.errstate(all="ignore"):  # values that are not finite are refused later
         if isinstance(found, pickles.Array):
             return csr_array(_array(part, found, 2).astype(np.float32))
         parts = found.parts if isinstance(found, pickles.Csr) else {}
@@ -120,10 +120,10 @@ def _array(part: str, found: Any, dimensions: int) -> np.ndarray:
 
 
 def _edges(graph: Any) -> tuple[np.ndarray, int]:
-    """int64 `[2, edges]`, each pair once, and the number of nodes."""
+    """Return edges, int64 `[2, edges]`, each pair once, and the number of nodes."""
     if not isinstance(graph, dict) or not graph or not all(isinstance(some, list) for some in graph.values()):
         raise ValueError("a graph that is no dict of lists")
-    # A list may be there for many nodes: those of planetoid are not.
+    # A hostile pickle may share one long list among many nodes.
     if sum(map(len, graph.values())) > pickles.MAX_STEPS:
         raise ValueError("a graph with more neighbours than its file has room for")
     ends = [(a, b) for a, neighbours in graph.items() for b in neighbours]
@@ -137,7 +137,7 @@ def _edges(graph: Any) -> tuple[np.ndarray, int]:
 
 def _numbers(path: Path, name: str) -> np.ndarray:
     fields = files.read(path, name).split()
-    # Up to 18 digits are an int64.
+    # Up to 18 digits fit into int64.
     if not all(text.isdigit() and len(text) <= 18 for text in fields):
         raise BlockSparseError.expected(str(path), "a file of node numbers", "something else")
     return np.array([int(text) for text in fields], np.int64)

@@ -1,4 +1,4 @@
-"""Texts with one of two labels (SST-2, the IMDB reviews, any csv file), and the bytes that a model sees of them."""
+"""Texts with one of two labels (SST-2, the IMDB reviews, any csv file), and their encoding as bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class Labelled:
-    """Texts, and a label 0 or 1 for each."""
+    """Texts with a label of 0 or 1 each."""
 
     texts: list[str]
     labels: list[int]
@@ -45,17 +45,17 @@ class Labelled:
         return len(self.texts)
 
     def take(self, rows: Sequence[int]) -> Labelled:
-        """Some of them, in the order of `rows`."""
+        """Return some of the texts, in the order of `rows`."""
         return Labelled([self.texts[row] for row in rows], [self.labels[row] for row in rows])
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Texts to train on, to choose with, and to test on once.
+    """Texts to train on, to validate with, and to test on once.
 
     Args:
-        name: where they come from.
-        classes: the names of the labels 0 and 1 in the data.
+        name: of the data.
+        classes: names of the labels 0 and 1 in the data.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Splits:
     test: Labelled
 
     def limited(self, count: int, seed: int = 0) -> Splits:
-        """A part of each split, of `count` texts at most, with its share of each class.
+        """Return at most `count` texts of each split, stratified by class.
 
         >>> from blocksparse_lab.data.reviews import Labelled, Splits
         >>> some = Labelled(list("abcdefgh"), [0, 1, 1, 1, 0, 1, 1, 1])
@@ -82,27 +82,28 @@ class Splits:
 
 
 def encode(text: str) -> bytes:
-    """Encodes a text for a model: entities resolved, on one line, between a newline with a space and a space.
+    """Encode a text for a model: entities resolved, on one line, between a newline with a space and a space.
 
-    So did Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment" (2017).
+    This is the encoding of Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment"
+    (2017).
 
     >>> from blocksparse_lab.data.reviews import encode
-    >>> encode("Plain &amp;\\nsimple. ")
-    b'\\n Plain & simple. '
+    >>> encode("Plain &amp;\nsimple. ")
+    b'\n Plain & simple. '
     """
     text = html.unescape(text).replace("\n", " ").strip()
-    # json may contain half a surrogate pair, which is not text.
+    # JSON may contain half a surrogate pair, which UTF-8 cannot encode.
     return f"\n {text} ".encode(errors="replace")
 
 
 def load(
     data: str | Path, data_dir: str | Path | None = None, seed: int = 0, progress: Progress | None = None
 ) -> Splits:
-    """Labelled texts by name, "sst" or "imdb", or of a csv file.
+    """Load labelled texts by name, "sst" or "imdb", or from a csv file.
 
     Args:
         data: "sst", "imdb", or the path of a file for `read_csv`, which is split 80 / 10 / 10.
-        seed: of what is drawn, with its share of both classes: IMDB's validation part, all parts of a csv file.
+        seed: draws, stratified by class, IMDB's validation part or all parts of a csv file.
     """
     integer("seed", seed, 0)
     if str(data) == "sst":
@@ -123,7 +124,7 @@ def load(
 
 
 def sst(data_dir: str | Path | None = None, progress: Progress | None = None) -> Splits:
-    """The whole sentences of SST-2: 6920 to train on, 872 and 1821 to choose with and to test on."""
+    """Load the whole sentences of SST-2: 6920 to train on, 872 to validate with, 1821 to test on."""
     parts = []
     for part, known_hash in SST_HASHES.items():
         name = f"{part}_binary_sent.csv"
@@ -136,10 +137,10 @@ def sst(data_dir: str | Path | None = None, progress: Progress | None = None) ->
 
 
 def imdb(data_dir: str | Path | None = None, seed: int = 0, progress: Progress | None = None) -> Splits:
-    """The labelled reviews of Maas et al. 2011: 25,000 to test on; a tenth of the other 25,000 to choose with.
+    """Load the labelled reviews of Maas et al. 2011: 25,000 to test on; a tenth of the other 25,000 to validate with.
 
     Args:
-        seed: of the draw of the validation part.
+        seed: draws the validation part.
     """
     folder = _imdb(data_dir, progress)
     parts = []
@@ -151,15 +152,15 @@ def imdb(data_dir: str | Path | None = None, seed: int = 0, progress: Progress |
 
 
 def unlabelled(data_dir: str | Path | None = None, progress: Progress | None = None) -> list[str]:
-    """The 50,000 reviews of Maas et al. without a label, in the order of their numbers; arguments as of `imdb`."""
+    """Load the 50,000 unlabelled reviews of Maas et al., in the order of their numbers; arguments as for `imdb`."""
     return _reviews(_imdb(data_dir, progress) / "train" / "unsup")
 
 
 def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
-    """The texts and labels of a csv file in UTF-8, and the names of both classes.
+    """Read texts, labels and the names of both classes from a csv file in UTF-8.
 
-    The first line names the columns: one of text, sentence and review, one of label and sentiment. Labels are any two
-    different words or numbers; the smaller number, or the first in the alphabet, is 0.
+    The first line names the columns: one of text, sentence and review, and one of label and sentiment. Labels are any
+    two words or numbers; the smaller number, or the first in the alphabet, becomes 0.
     """
     rows = csv_table.records(path)
     line, header = next(rows, (1, []))
@@ -190,11 +191,11 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
 
 
 def stratified(labels: Sequence[int], part: float, seed: int) -> tuple[list[int], list[int]]:
-    """Rows drawn at random, with each class in proportion, and the other rows; both in ascending order.
+    """Draw rows with each class in proportion; return them and the other rows, both in ascending order.
 
     Args:
         labels: the class of each row, 0 or 1.
-        part: how many: a part of all where it is below 1, else a number of rows. Of each class it is one at least.
+        part: a fraction of all rows if below 1, else a number of rows; at least one per class.
         seed: of the draw.
 
     >>> from blocksparse_lab.data.reviews import stratified
@@ -218,7 +219,7 @@ def _imdb(data_dir: str | Path | None, progress: Progress | None) -> Path:
 
 
 def _reviews(folder: Path) -> list[str]:
-    """The reviews in a folder, in the order of the numbers their names begin with."""
+    """Read the reviews in a folder, in the order of the numbers that their names start with."""
     try:
         paths = sorted(folder.glob("*_*.txt"), key=lambda path: (int(path.name.split("_")[0]), path.name))
         texts = [files.read(path, "imdb").decode() for path in paths]

@@ -1,4 +1,4 @@
-"""Rows of noise with a pattern of their class in them: any number, made on demand."""
+"""Synthetic data: rows of noise with a pattern of their class, and growing graphs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .planetoid import Graph
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Normal noise, and +-`strength` by the class in the features that carry it, signs drawn once: for large nets.
+    """Normal noise, plus +-`strength` by class in the features that carry it, with fixed random signs; for large nets.
 
-    A row is determined by the seed and its number, whichever batch it is in; rows are not kept.
+    Seed and index determine a row, in any batch; rows are not stored.
 
     Args:
         features: of a row.
         rows: to train on.
         tested: rows to test on.
-        seed: of all of it.
+        seed: of everything.
         classes: their names.
-        carriers: features that carry the class, spread evenly; None for all.
-        strength: of the class in each, in standard deviations of the noise.
+        carriers: number of features that carry the class, evenly spread; None for all.
+        strength: in standard deviations of the noise.
 
     >>> import numpy as np
     >>> from blocksparse_lab.data.synthetic import Synthetic
@@ -54,7 +54,7 @@ class Synthetic:
             raise BlockSparseError.expected("carriers", f"an int from 1 to {self.features:,}", self.carriers)
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows by their numbers, float32 `[n, features]`, and their labels, int64 `[n]`."""
+        """Return rows by index, float32 `[n, features]`, and their labels, int64 `[n]`."""
         signs = np.random.default_rng([self.seed, 0]).integers(2, size=(len(self.classes), self.features)) * 2 - 1
         if self.carriers is not None:
             places = np.arange(self.carriers) * self.features // self.carriers
@@ -70,12 +70,12 @@ class Synthetic:
         return torch.from_numpy(features), torch.from_numpy(labels)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows to test on, whose numbers follow those to train on, in batches."""
+        """Yield the rows to test on, whose indices follow those to train on, in batches."""
         end = self.rows + self.tested
         return (self.take(np.arange(at, min(at + batch, end))) for at in range(self.rows, end, batch))
 
     def digest(self) -> dict[str, Any]:
-        """Identifies the data, ready for JSON."""
+        """Identify the data, ready for JSON."""
         some = {} if self.carriers is None else {"carriers": self.carriers, "strength": self.strength}
         return {
             **some,
@@ -91,14 +91,14 @@ class Synthetic:
 def growing_graph(
     nodes: int = 100_000, classes: int = 7, m: int = 4, features: int = 64, within: float = 0.7, seed: int = 0
 ) -> Graph:
-    """A graph to which nodes come one by one: each joins `m` others, likelier those that many have joined.
+    """Grow a graph by preferential attachment: each new node joins `m` others, more likely those with many edges.
 
     Args:
-        nodes, features: their numbers; a node has about a tenth of the features, those of its class twice as often.
+        nodes, features: numbers of both; a node has about a tenth of the features, those of its class twice as often.
         classes: drawn for each node.
-        m: edges of a new node; so there are hubs, ever larger ones.
-        within: the part of the edges that are to a node of the same class; the others are to any.
-        seed: of all of it.
+        m: edges of a new node; hubs keep growing.
+        within: fraction of edges within a class; the others join any node.
+        seed: of everything.
 
     >>> from blocksparse_lab.data.synthetic import growing_graph
     >>> graph = growing_graph(nodes=1000)
@@ -110,7 +110,7 @@ def growing_graph(
     rng = np.random.default_rng(seed)
     labels = rng.integers(classes, size=nodes)
     draws, stays = rng.random((nodes, m)), rng.random((nodes, m)) < within
-    # Each node once for itself and once for each of its edges, of each class and of all.
+    # A node appears once for itself and once per edge, in the list of its class and in that of all.
     of_class: list[list[int]] = [[] for _ in range(classes)]
     of_all: list[int] = []
     edges = []

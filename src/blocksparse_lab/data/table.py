@@ -1,4 +1,4 @@
-"""Rows of numbers with a class each: what a classifier is trained and tested on."""
+"""Labelled rows of numbers to train and test a classifier on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to train on, and others to test on.
+    """Rows to train on and to test on.
 
     Args:
-        name: where they come from.
+        name: of the table.
         train, test: float32 `[n, features]`.
-        train_labels, test_labels: int64 `[n]`, the numbers of the classes.
-        classes: their names in the data.
-        validation, validation_labels: rows to choose with, where there are some.
+        train_labels, test_labels: int64 `[n]`, class indices.
+        classes: names of the classes.
+        validation, validation_labels: optional rows to validate with.
     """
 
     name: str
@@ -60,21 +60,21 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """The number of rows to train on."""
+        """Number of rows to train on."""
         return len(self.train)
 
     @property
     def tested(self) -> int:
-        """The number of rows of `held_out`."""
+        """Number of rows of `held_out`."""
         return len(self._held_out()[0])
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows to train on, by their numbers, and their labels."""
+        """Return rows to train on, by index, and their labels."""
         index = torch.from_numpy(rows)
         return self.train[index], self.train_labels[index]
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows to choose with, or to test on where there are none, and their labels, in batches."""
+        """Yield the validation rows, or the test rows if there are none, and their labels, in batches."""
         rows, labels = self._held_out()
         return zip(rows.split(batch), labels.split(batch), strict=True)
 
@@ -82,16 +82,16 @@ class Table:
         return self._parts().get("validation") or (self.test, self.test_labels)
 
     def digest(self) -> dict[str, Any]:
-        """Identifies the data, ready for JSON."""
+        """Identify the data, ready for JSON."""
         sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
         tensors = [tensor for part in self._parts().values() for tensor in part]
         return {"name": self.name, **sizes, "sha256": digest(*tensors)}
 
 
 def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Each feature less its mean over the training rows, by its deviation over them; one that never varies is 0.
+    """Standardise each feature by its mean and deviation over the training rows, in place; constant ones become 0.
 
-    The tensors, float32 `[n, features]`, are changed in place.
+    The tensors are float32 `[n, features]`.
 
     >>> import torch
     >>> from blocksparse_lab.data.table import standardised
@@ -99,7 +99,7 @@ def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     (tensor([[-1.,  0.],
             [ 1.,  0.]]), tensor([[3., 0.]]))
     """
-    # By numpy: its sums are the same for any number of threads.
+    # numpy's sums are the same for any number of threads.
     rows = train.numpy()
     mean = rows.mean(0, dtype=np.float64)
     squares = np.zeros_like(mean)
@@ -116,7 +116,7 @@ def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], seed: int = 0) -> Table:
-    """A standardised table; a fifth of each class, drawn with the seed, is to test on."""
+    """Return a standardised table; a fifth of each class, drawn with the seed, is to test on."""
     for label, count in zip(classes, labels.bincount(minlength=len(classes)).tolist(), strict=True):
         if count < 2:
             raise BlockSparseError.expected(name, f"two rows or more of class {label}, to split them", count)

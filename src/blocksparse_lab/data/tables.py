@@ -1,4 +1,4 @@
-"""Tables by their name, or of a csv file."""
+"""Load tables by name or from a csv file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .table import Table, split, standardised
 NAMES = ("fashion_mnist", "cifar10", "madelon", "higgs")
 
 MADELON_FEATURES, MADELON_CLASSES = 500, ("-1", "1")
-# Of the published HIGGS.csv, which does not name them: low-level features, then high-level ones.
+# Columns of the published HIGGS.csv, which does not name them: low-level features, then high-level ones.
 HIGGS_COLUMNS = (
     "label", "lepton_pT", "lepton_eta", "lepton_phi", "missing_energy_magnitude", "missing_energy_phi",
     *(f"jet_{jet}_{what}" for jet in range(1, 5) for what in ("pt", "eta", "phi", "btag")),
@@ -31,13 +31,13 @@ HIGGS_FILES = ("higgs.csv", "HIGGS.csv", "HIGGS.csv.gz")
 def load(
     data: str | Path, data_dir: str | Path | None = None, seed: int = 0, progress: Progress | None = None
 ) -> Table:
-    """A table by name, or of a csv file.
+    """Load a table by name or from a csv file.
 
     Each feature is standardised over the training rows, as in the codes of sparse evolutionary training.
 
     Args:
         data: "fashion_mnist", "cifar10", "madelon", "higgs", or the path of a file for `csv_table.read`.
-        seed: of the draw of the rows to test on, of higgs and a csv file: a fifth of each class.
+        seed: draws the rows to test on, a fifth of each class, of higgs and csv files.
     """
     if str(data) in images.NAMES:
         of = images.load(str(data), data_dir, progress)
@@ -54,7 +54,7 @@ def load(
 
 
 def higgs(data_dir: str | Path | None = None, seed: int = 0) -> Table:
-    """Collisions with and without a Higgs boson, in 28 features; a fifth of each class to test on.
+    """Load collisions with and without a Higgs boson, with 28 features; a fifth of each class is to test on.
 
     Source: Baldi, Sadowski, Whiteson, Searching for exotic particles in high-energy physics with deep learning (2014).
     """
@@ -67,9 +67,9 @@ def higgs(data_dir: str | Path | None = None, seed: int = 0) -> Table:
 
 
 def madelon(data_dir: str | Path | None = None) -> Table:
-    """500 features, 20 of them informative, and two classes: 2000 rows to train on, 600 to test on.
+    """Load Madelon: 500 features, 20 of them informative, and two classes; 2000 rows to train on, 600 to test on.
 
-    The latter are those of the validation part, as the test part has no known labels.
+    The test rows are those of its validation part, as the labels of its test part are not known.
 
     Source: Guyon, Gunn, Ben-Hur, Dror, Result analysis of the NIPS 2003 feature selection challenge (2004).
     """
@@ -81,7 +81,7 @@ def madelon(data_dir: str | Path | None = None) -> Table:
 
 
 def read_madelon(path: Path) -> tuple[Tensor, Tensor]:
-    """The rows of `NAME.data`, float32 `[n, 500]`, and the labels of `NAME.labels`, int64 `[n]`."""
+    """Read the rows of `NAME.data`, float32 `[n, 500]`, and the labels of `NAME.labels`, int64 `[n]`."""
     columns = range(1, MADELON_FEATURES + 1)
     rows = [csv_table.numbers_at(where, fields, columns) for where, fields in _fields(path, MADELON_FEATURES)]
     labels: list[int] = []
@@ -96,7 +96,7 @@ def read_madelon(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _fields(path: Path, count: int) -> Iterator[tuple[str, list[str]]]:
-    """The fields of the lines that are not empty, and where each is."""
+    """Yield the fields of nonempty lines, and where each line is."""
     try:
         for line, text in files.lines(path, "madelon", "ascii"):
             if fields := text.split():

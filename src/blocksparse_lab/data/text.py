@@ -1,4 +1,4 @@
-"""Plain text as bytes: a file, or the English that every Python carries with it."""
+"""Plain text as bytes, from a file or from Python's help."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Text:
-    """A text cut in two: the head to train on, and the tail, which training never reads.
+    """A text cut in two: a head to train on, and a tail that training never reads.
 
     Args:
-        name: where it comes from.
+        name: of the text.
         train, held_out: uint8 `[bytes]`.
     """
 
@@ -27,11 +27,11 @@ class Text:
 
 
 def python_topics() -> bytes:
-    """The texts of `help("topics")`, 0.4 to 0.8 MB of English by Python version, in the order of their names.
+    """Return the texts of `help("topics")`, sorted by name: 0.4 to 0.8 MB of English, by Python version.
 
     >>> from blocksparse_lab.data import text
     >>> text.python_topics()[:37].decode()
-    'The "assert" statement\\n**************'
+    'The "assert" statement\n**************'
     """
     from pydoc_data.topics import topics
 
@@ -39,7 +39,7 @@ def python_topics() -> bytes:
 
 
 def read(path: str | Path) -> bytes:
-    """The bytes of a file, in whatever encoding."""
+    """Return the bytes of a file, in any encoding."""
     data = files.read(path, "text")
     if not data:
         raise BlockSparseError.expected("text", "a file with some bytes in it", f"{path}, which is empty")
@@ -47,13 +47,13 @@ def read(path: str | Path) -> bytes:
 
 
 def split(data: bytes, context: int, *, name: str = "text", held_out: float = 0.1) -> Text:
-    """Cuts `data` into a head to train on and a held-out tail.
+    """Cut `data` into a head to train on and a held-out tail.
 
     Args:
         data: the text.
-        context: how many bytes come before a predicted one; both parts are longer than this.
-        name: where the text comes from.
-        held_out: the part of the bytes that is the tail.
+        context: bytes before a predicted one; both parts must be longer.
+        name: of the text.
+        held_out: fraction of the bytes in the tail.
 
     >>> from blocksparse_lab.data import text
     >>> parts = text.split(b"a rose is a rose is a rose", context=4, held_out=0.25)
@@ -73,12 +73,12 @@ def split(data: bytes, context: int, *, name: str = "text", held_out: float = 0.
 
 
 def windows(data: Tensor, positions: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """The `context` bytes before each position, and the byte at it, which is to be predicted.
+    """Return the `context` bytes before each position, and the byte at it, to be predicted.
 
     Args:
         data: uint8 `[bytes]`.
         positions: int64 `[n]`, each from `context` to `len(data) - 1`.
-        context: the length of a window.
+        context: length of a window.
 
     Returns:
         int64 `[n, context]` and `[n]`.

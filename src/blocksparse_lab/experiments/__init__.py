@@ -1,4 +1,4 @@
-"""Whole comparisons, by name: sets of training runs, one for each contender and seed, and their results."""
+"""Experiments by name: training runs of several contenders and seeds, and their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def find(name: str) -> Experiment:
-    """An experiment by its name."""
+    """Return an experiment by its name."""
     if name not in EXPERIMENTS:
         raise BlockSparseError.expected("experiment", f"one of {', '.join(EXPERIMENTS)}", repr(name))
     return EXPERIMENTS[name]

@@ -1,4 +1,4 @@
-"""Sparse classifiers of tables: dense, sparse in fixed places, and sparse with an evolving topology, of one shape."""
+"""Classifiers of tables: dense nets, and nets with a fixed or an evolving sparse topology."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
 
 DISTANCES = "distances.json"
 VALIDATION = "% validation error"
-MOST_CURVES = 8  # that a picture tells apart
+MOST_CURVES = 8  # Most curves that a reader can distinguish.
 
 TOPOLOGIES = {
     "dense": "dense",
@@ -41,15 +41,15 @@ TOPOLOGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierExperiment(Experiment):
-    """Nets of one shape on a table, which differ in their topology.
+    """Nets of one shape on a table that differ in their topology.
 
     Args:
         data: a name of `data.tables`.
-        tested_on: which of its rows.
-        choosing: to choose settings by: the errors are those of a fifth of the rows to train on, drawn once.
-        against: the contender whose errors are taken from the others'; the first, where there is none of this name.
+        tested_on: describes the test rows.
+        choosing: tune settings: report errors on a fixed random fifth of the training rows.
+        against: the contender that others are compared with; if there is none of this name, the first.
 
-    The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
+    A seed determines topology, weights, order of rows and dropout. The test rows are the same for all seeds.
     """
 
     contenders: Mapping[str, MLPSettings]
@@ -82,7 +82,7 @@ class ClassifierExperiment(Experiment):
 
     @property
     def in_rows(self) -> bool:
-        return self.choosing  # of which there are many
+        return self.choosing  # a tuning experiment has many contenders
 
     @property
     def curves(self) -> str:  # type: ignore[override]
@@ -95,7 +95,7 @@ class ClassifierExperiment(Experiment):
         return self.choosing or len(self.contenders) > MOST_CURVES
 
     def picture(self, path: Path, of: Results) -> None:
-        """To choose by, or of many contenders, the error of each at the end; else curves."""
+        """Draw the final errors if there are many contenders, else curves."""
         if not self._in_points:
             super().picture(path, of)
             return
@@ -111,7 +111,7 @@ class ClassifierExperiment(Experiment):
 
     @property
     def _early(self) -> list[int]:
-        """The fewest epochs that any contender has: up to there all can be compared."""
+        """The fewest epochs of any contender, up to which all can be compared."""
         fewest, *more = sorted({one.epochs for one in self.contenders.values()})
         return [fewest] if more else []
 
@@ -123,7 +123,7 @@ class ClassifierExperiment(Experiment):
         return found | {"left": (run.result or {}).get("parameters"), "distance": distance}
 
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:
-        """How far the topologies of a contender's seeds are from each other."""
+        """Measure how far the topologies of a contender's seeds are from each other."""
         for runs in () if self.choosing else of.values():
             between, _ = layouts.distances([layouts.read(run.path) for run in runs])
             for nth, run in enumerate(runs):
@@ -184,7 +184,7 @@ class ClassifierExperiment(Experiment):
 
 @dataclass(frozen=True, kw_only=True)
 class TextExperiment(ClassifierExperiment):
-    """The same on labelled texts, a name of `data.reviews`, as hashed words and pairs of words."""
+    """Nets on labelled texts, a name of `data.reviews`, as hashed words and pairs of words."""
 
     caption: ClassVar[str] = (
         "Features are hashed words and pairs of words (TF-IDF). Sparse nets begin as Erdos-Renyi graphs, with about "
@@ -199,7 +199,7 @@ class TextExperiment(ClassifierExperiment):
 
 
 def seconds_per_epoch(run: Run) -> float:
-    """The median time of training in an epoch."""
+    """Return the median training time of an epoch."""
     return statistics.median(now - before for before, now in pairwise([0.0, *(e["seconds"] for e in run.evaluations)]))
 
 
@@ -208,7 +208,7 @@ def _if_sgd(settings: Mapping[str, Any]) -> str:
 
 
 def _replaced(topology: Mapping[str, Any]) -> str:
-    """In an evolution, as `Topology` has it."""
+    """Describe the fraction of weights that an evolution replaces."""
     if "zeta" not in topology:
         return "-"
     zeta = topology["zeta"]
@@ -216,12 +216,12 @@ def _replaced(topology: Mapping[str, Any]) -> str:
 
 
 def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
-    """How many weights the sparse net is to have."""
+    """Return the number of weights of a sparse net."""
     return sum(erdos_renyi_density((n_out, n_in), epsilon) * n_in * n_out for n_in, n_out in pairwise(sizes))
 
 
 def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
-    """The hidden layers of a dense net, in these proportions, of as many weights as the sparse net is to have.
+    """Return the hidden layers of a dense net in these proportions with at most the weights of the sparse net.
 
     >>> from blocksparse_lab.experiments.classifiers import narrowed
     >>> narrowed([784, 1000, 1000, 1000, 10], epsilon=20)
@@ -249,7 +249,7 @@ def _shallow(data: str, recipe: MLPSettings) -> MLPSettings:
 def _methods(
     data: str, called: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None, seeds: int = 3
 ) -> ClassifierExperiment:
-    """The contenders, with the papers' recipe; `dense` holds the settings of the dense net of the same shape only."""
+    """Compare all methods with the papers' settings; `dense` changes those of the dense net of the same shape."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
     short = replace(recipe, method="dense", **dense or {})
     longer = {"dense, as many epochs": replace(short, epochs=epochs)} if short.epochs < epochs else {}
@@ -297,8 +297,10 @@ def _methods(
 
 
 def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
-    """Learning rates for the sparse net, with new weights at 0 or at random, and for dense ones of as many weights,
-    with dropout and without; and strengths of L1 at the papers' rate."""
+    """Tune learning rates of the sparse net and of dense nets with as many weights, and strengths of L1.
+
+    New weights start at 0 or at random; dense nets train with and without dropout.
+    """
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
     free = replace(recipe, dropout=0.0)
     of = {
@@ -334,7 +336,7 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
 
 
 def _texts(data: str) -> TextExperiment:
-    """A million neurons, half an hour a run on one core."""
+    """Compare nets of a million neurons, half an hour per run on one core."""
     half = 467_231
     recipe = MLPSettings(
         hidden=(half, half), epsilon=1, epochs=5, batch=32, alpha=0.6, dropout=0.0, init="kaiming", weight_decay=0.0,
@@ -355,7 +357,7 @@ def _texts(data: str) -> TextExperiment:
     )
 
 
-# Features and classes.
+# Features and classes of the data.
 SIZES = {
     "imdb": (FEATURES, 2),
     "fashion_mnist": (784, 10),
@@ -363,22 +365,22 @@ SIZES = {
     "madelon": (500, 2),
     "higgs": (28, 2),
 }
-RATES = dict.fromkeys(("madelon", "higgs"), (0.003, 0.01, 0.03, 0.1))  # where 0.03 was the best of some
-STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # of L1
-# Of a run of these epochs: sparse or narrow; dense and wide.
+RATES = dict.fromkeys(("madelon", "higgs"), (0.003, 0.01, 0.03, 0.1))  # 0.03 was the best rate of some nets
+STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
+# Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
-# What the narrow dense net is best with on the validation part, by the tables of rates, where it is not SET's recipe.
+# Best settings of the narrow dense net on the validation part, where they differ from SET's; see the tables of rates.
 NARROW: dict[str, dict[str, Any]] = {
     "madelon": {"dropout": 0.0, "learning_rate": 0.1},
     "fashion_mnist": {"dropout": 0.0, "learning_rate": 0.003},
 }
-SHALLOW: dict[str, dict[str, Any]] = {  # and of one hidden layer
+SHALLOW: dict[str, dict[str, Any]] = {  # the same for one hidden layer
     "madelon": {"dropout": 0.0, "learning_rate": 0.1},
     "fashion_mnist": {"dropout": 0.0},
     "cifar10": {"learning_rate": 0.003},
 }
-# The same of those with an L1 penalty, which SET is worse with, and of SET's rates.
+# Best settings with an L1 penalty, which makes SET worse, and SET's best rates.
 L1: dict[str, dict[str, dict[str, Any]]] = {
     "madelon": {
         "narrow": {"dropout": 0.0, "l1": 0.03, "learning_rate": 0.01},
@@ -390,9 +392,9 @@ TUNED = {
     "madelon": {"set": 0.003, "set, he": 0.03},
     "higgs": {"set": 0.03, "set, he": 0.1},
 }
-# Where it is asked whether runs from the same first layout end in the same one.
+# Data on which runs from one initial layout are compared: do they end in the same layout?
 ONE_LAYOUT = ("madelon", "higgs")
-LAYOUT_SEED = 100  # no run's own, which would be one of SET's runs
+LAYOUT_SEED = 100  # the seed of no run, whose layout it would share
 AS_PUBLISHED = "set, he"  # SET with new weights as in the paper
 _SPLIT = "split as published"
 _OF_MADELON = "its validation part, as no labels of its test part are known"
@@ -400,10 +402,10 @@ _OF_HIGGS = "a fifth of each class, drawn once for all runs"
 
 EXPERIMENTS: dict[str, Experiment] = {
     "sparse-fashion_mnist": _methods("fashion_mnist", "Fashion-MNIST", 100, _SPLIT),
-    # With three seeds, tables of the same runs on two machines were up to two points apart.
+    # With three seeds, the same runs on two machines differed by up to two points.
     "sparse-madelon": _methods("madelon", "Madelon", 500, _OF_MADELON, seeds=5),
     "sparse-higgs": _methods("higgs", "Higgs", 150, _OF_HIGGS, seeds=5),
-    # A dense epoch takes as long as a dozen sparse ones; with the recipe, a dense net diverges in its first steps.
+    # A dense epoch takes the time of a dozen sparse ones. With SET's settings, the dense net diverges at once.
     "sparse-cifar10": _methods(
         "cifar10", "CIFAR-10", 80, _SPLIT, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),

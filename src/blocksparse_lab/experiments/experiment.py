@@ -1,4 +1,4 @@
-"""The base class of experiments: contenders and seeds, whose runs of the trainer are compared."""
+"""The base class of experiments, which compare training runs of several contenders and seeds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from ..training.trainer import Diverged, Trainer
 FAILED = "failed.json"
 SEED = re.compile("0|[1-9][0-9]*")
 DataDir = str | Path | None
-Progress = Callable[[str, int, int], None]  # of a stage, what is done, and of how much
+Progress = Callable[[str, int, int], None]  # called with stage, done and total
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a report's table, or a row of it.
+    """A column, or a row, of a report's table.
 
     Args:
         title: its name.
-        of: where the value is in a run, as "settings.steps", "task.model.width" or "facts.epochs"; or `of(run,
-            contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats, and ints that
-            differ, mean and standard deviation over the seeds are shown. None is unknown; where all are, there is no
-            such column.
-        digits: of the floats; None for those that suit their size.
-        against: a contender; each run is compared with its run of the same seed. Where runs of the same seed share
-            nothing, or were not trained with the same instruction set, all are compared with all, as independent; of
-            the latter the cell says so. It ends with the probability that chance alone makes such a difference.
-        compared: how, by default the difference.
+        of: path of the value in a run, such as "settings.steps", "task.model.width" or "facts.epochs", or a function of
+            run and contender. Settings and task are shown as they are; other floats, and ints that differ, by mean and
+            standard deviation over seeds. None means unknown; a column without known values is left out.
+        digits: of floats; None chooses by their size.
+        against: a contender to compare with, run by run with the same seed. Runs that share nothing by seed, or that
+            ran on another instruction set, are compared all with all as independent; the cell says so for the latter.
+            It ends with the probability that chance alone makes such a difference.
+        compared: how to compare two values, by default their difference.
         show: makes the cell from the values of all seeds.
     """
 
@@ -63,8 +62,9 @@ class Column:
     def cells(
         self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]], paired: bool = True
     ) -> list[str] | None:
-        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared. A cell
-        says of how many seeds it is, where that is not all.
+        """Return the cells of contenders that have runs; None if no value is known or comparable.
+
+        A cell names its number of seeds if some have no value.
 
         Args:
             paired: whether runs of the same seed share anything.
@@ -92,7 +92,7 @@ class Column:
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
                 part = _part(len(pairs), _both(runs[name], runs[self.against])) if pairs else ""
-                # Of a cell in a form of its own, a ratio say, 0 is not what chance would make.
+                # For a cell with its own format, such as a ratio, chance would not make 0.
                 cells.append(noted(self._cell(pairs, "+"), part, "" if self.show else chance(pairs)))
             else:
                 label = "" if same else UNPAIRED if paired else OTHER_MACHINE
@@ -121,12 +121,12 @@ class Column:
 
 
 def _part(known: int, runs: Sequence[Run]) -> str:
-    """Of how many seeds a cell is, where that is not all."""
+    """Return how many seeds a cell covers, if not all."""
     return "" if known == len(runs) else f"{known} of {len(runs)} seeds"
 
 
 def _both(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """The runs whose seed is among the others too."""
+    """Return the runs whose seed is also among the others."""
     seeds = {run.settings["seed"] for run in others}
     return [run for run in runs if run.settings["seed"] in seeds]
 
@@ -142,7 +142,7 @@ SEEDS = Column("seeds", lambda run, _: run, show=lambda found: str(len(found)))
 
 
 def said(value: Any) -> str:
-    """A setting as text: the shortest form of a number, "-" for None.
+    """Format a setting: the shortest form of a number, "-" for None.
 
     >>> said(0.0005), said(20_000), said(None), said((8, 16))
     ('0.0005', '20,000', '-', '8-16')
@@ -165,8 +165,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """What a report is made from: the finished runs of each contender, with the facts of `Experiment.found`; why others
-    ended without a result; what `Experiment.more` computed; and the name of the experiment, where a report says it."""
+    """Content of a report: finished runs by contender with the facts of `Experiment.found`, reasons of runs without a
+    result, the result of `Experiment.more`, and the experiment's name if recorded."""
 
     runs: Mapping[str, Sequence[Run]]
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -176,15 +176,15 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
-    """A comparison of training runs. Subclasses define how a run is made, and the columns of the report.
+    """A comparison of training runs. Subclasses define how to make a run, and the report's columns.
 
-    The runs go on where they were stopped, and may be done at the same time by several processes.
+    Runs resume where they stopped, and several processes may train different runs at the same time.
 
     Args:
-        about: the question, in a line.
+        about: the question, in one line.
         contenders: by name, the dense one first.
-        minutes: what a run takes of one core of a CPU, very roughly; None where it wants a GPU.
-        longer: those of contenders that take much longer.
+        minutes: rough time of a run on one CPU core; None if it needs a GPU.
+        longer: the same for contenders that take much longer.
         seeds: of each contender's runs.
     """
 
@@ -195,57 +195,57 @@ class Experiment(ABC):
     seeds: tuple[int, ...] = (0, 1, 2)
 
     caption: ClassVar[str]  # of the table
-    paired: ClassVar[bool] = True  # runs of the same seed share something: the order of the data, first weights
-    curves: ClassVar[str] = "Test error against epochs and seconds"  # what the picture shows
+    paired: ClassVar[bool] = True  # runs of the same seed share data order or initial weights
+    curves: ClassVar[str] = "Test error against epochs and seconds"  # describes the picture
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
     def load(self, data_dir: DataDir) -> Any:
-        """The data of all runs."""
+        """Load the data of all runs."""
 
     @abstractmethod
     def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
-        """A run, ready to be trained in its folder."""
+        """Return the trainer of a run in its folder."""
 
     @property
     @abstractmethod
     def columns(self) -> Sequence[Column]:
-        """The columns of the report's table."""
+        """Columns of the report's table."""
 
     @property
     def in_rows(self) -> bool:
-        """Whether the report's table has a row for each contender, and not a column."""
+        """Whether the table has a row per contender instead of a column."""
         return False
 
     def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
-        """The run that must be finished before this one."""
+        """Return the run that must be finished first, if any."""
         return None
 
     def is_probed(self, run: Path) -> bool:
-        """Whether what `probe` finds of a finished run is kept in its folder."""
+        """Return whether the results of `probe` are in a finished run's folder."""
         return True
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:  # noqa: B027
-        """Evaluates a finished run, once; the result is kept in its folder."""
+        """Evaluate a finished run once, and save the result in its folder."""
 
     def is_result(self, trainer: Trainer, error: BlockSparseError) -> bool:
-        """Whether the error that ended a run says something about its settings; the other runs then go on."""
+        """Return whether the error that ended a run is a result of its settings, so that other runs continue."""
         return isinstance(error, Diverged)
 
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:  # noqa: B027
-        """Measures the finished runs side by side, again for each report; kept in their folders."""
+        """Measure the finished runs side by side, for each report again, and save the results in their folders."""
 
     def found(self, run: Run) -> dict[str, Any]:
-        """Further facts on a run, for columns and picture."""
+        """Return further facts on a run, for columns and picture."""
         return {}
 
     def more(self) -> Any:
-        """Further results that need no runs, ready for JSON."""
+        """Return further results that need no runs, ready for JSON."""
         return None
 
     def tables(self, of: Results) -> Iterator[Table]:
-        """The tables of the report."""
+        """Yield the tables of the report."""
         columns = [(column.title, column.cells(self.contenders, of.runs, self.paired)) for column in self.columns]
         table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
         caption = self.caption
@@ -259,7 +259,7 @@ class Experiment(ABC):
             yield Table("Left out:", ("run", "reason"), list(of.left_out.items()))
 
     def picture(self, path: Path, of: Results) -> None:
-        """The report's picture, a PNG: curves of the trainings."""
+        """Draw the report's picture, a PNG with training curves."""
         compare.picture(path, [compare.Group(contender, tuple(runs)) for contender, runs in of.runs.items()])
 
     # -- the runs ------------------------------------------------------------------------------------------------
@@ -267,15 +267,15 @@ class Experiment(ABC):
     def trainers(
         self, runs: Path, data_dir: DataDir = None, only: Sequence[str] = (), seeds: Sequence[int] = ()
     ) -> Iterator[Trainer]:
-        """The runs, ready to be trained, one after the other.
+        """Yield a trainer for each run.
 
         Args:
-            runs: the folder for them, each in one of its own.
-            data_dir: where the data lies; else it is downloaded, where that can be.
-            only, seeds: some of the contenders and of the seeds; all where there are none.
+            runs: the folder for all runs, each in a folder of its own.
+            data_dir: folder of the data; None downloads them if possible.
+            only, seeds: restrict contenders and seeds; empty for all.
 
         Raises:
-            BlockSparseError: a contender that is unknown; what loaders and trainers refuse.
+            BlockSparseError: a contender is unknown; or as for loaders and trainers.
         """
         check_only(only, self.contenders)
         data = self.load(data_dir)
@@ -285,10 +285,10 @@ class Experiment(ABC):
                     yield self.trainer(name, seed, folder(runs, name, seed), data)
 
     def checked(self, runs: Path, data_dir: DataDir = None) -> Iterator[Path]:
-        """The finished runs, each after a look whether it is of its contender and seed, and of the settings of today.
+        """Yield the finished runs after a check that each belongs to its contender, seed and the current settings.
 
         Raises:
-            BlockSparseError: one that is not; what loaders and trainers refuse.
+            BlockSparseError: a run does not; or as for loaders and trainers.
         """
         found = [(name, path) for name, paths in self.finished(runs).items() for path in paths]
         data = self.load(data_dir) if found else None
@@ -297,27 +297,27 @@ class Experiment(ABC):
             yield path
 
     def hours(self, contender: str) -> float | None:
-        """What a run of the contender takes of one core, very roughly."""
+        """Return the rough hours of a contender's run on one core."""
         return None if self.minutes is None else self.longer.get(contender, self.minutes) / 60
 
     def is_finished(self, run: Path) -> bool:
-        """Whether a run's folder has its result."""
+        """Return whether a run's folder has its result."""
         return (run / "result.json").is_file()
 
     def finished(self, runs: Path) -> dict[str, list[Path]]:
-        """The folders of the finished runs, by contender: those of the experiment's seeds and of any other."""
+        """Return the folders of finished runs by contender, of any seed."""
         return {name: list(filter(self.is_finished, folders(runs, name))) for name in self.contenders}
 
     def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
-        """Whether the error that ended a run is a result, which is then kept in the run's folder."""
+        """Return whether the error that ended a run is a result; if so, save it in the run's folder."""
         if self.is_result(trainer, error):
-            reason, *_ = str(error).split(". ")  # without advice
+            reason, *_ = str(error).split(". ")  # drop the advice
             write_json(trainer.run / FAILED, {"failed": reason})
             return True
         return False
 
     def left_out(self, runs: Path) -> dict[str, str]:
-        """Runs that ended without a result, with the reason."""
+        """Return the reasons of runs that ended without a result."""
         all_runs = [run for name in self.contenders for run in folders(runs, name)]
         reasons = {run.name: kept(run, FAILED).get("failed") for run in all_runs if not self.is_finished(run)}
         before = {
@@ -328,7 +328,7 @@ class Experiment(ABC):
         return {name: why for name, why in (before | reasons).items() if why}
 
     def _failed_before(self, runs: Path, contender: str, seed: int) -> str:
-        """Why the run that this one needs has no result, where it ended without one."""
+        """Return why the run that this one needs has no result, or ""."""
         needed = self.needs(runs, contender, seed)
         if needed is None or (needed / "result.json").is_file() or not (why := kept(needed, FAILED).get("failed")):
             return ""
@@ -336,24 +336,24 @@ class Experiment(ABC):
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:
-    """Where a run is."""
+    """Return the folder of a run."""
     return runs / f"{contender}-{seed}"
 
 
 def folders(runs: Path, contender: str) -> list[Path]:
-    """The folders of a contender's runs, by seed; 00 and such are no seeds."""
+    """Return the folders of a contender's runs, sorted by seed; names such as 00 are not seeds."""
     split = {run: run.name.rpartition("-") for run in runs.glob("*")}
     of = (run for run, (name, _, seed) in split.items() if name == contender and SEED.fullmatch(seed))
     return sorted(of, key=seed_of)
 
 
 def seed_of(run: Path) -> int:
-    """The seed of the run that a folder is for."""
+    """Return the seed in a run folder's name."""
     return int(run.name.rpartition("-")[2])
 
 
 def check_only(only: Sequence[str], contenders: Iterable[str]) -> None:
-    """Refuses a contender that is unknown."""
+    """Raise if a contender is unknown."""
     known = list(dict.fromkeys(contenders))
     if unknown := sorted(set(only) - set(known)):
         said = ", ".join(map(repr, known))
@@ -361,5 +361,5 @@ def check_only(only: Sequence[str], contenders: Iterable[str]) -> None:
 
 
 def kept(run: Path, name: str) -> dict[str, Any]:
-    """A file of results in the folder of a run, where there is one."""
+    """Read a file of results in a run's folder; {} if there is none."""
     return read_json(run / name) if (run / name).is_file() else {}

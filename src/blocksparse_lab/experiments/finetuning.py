@@ -1,4 +1,4 @@
-"""Language models of another experiment, trained further to tell texts apart; and the same ones with nothing learnt."""
+"""Fine-tune language models of another experiment to classify texts, and train the same models from scratch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from .language import LanguageExperiment
 
 @dataclass(frozen=True)
 class FinetuneContender:
-    """A language model of another experiment, by its name there; with what it learnt in the run of the same seed, or
-    newly drawn."""
+    """A language model of another experiment, with the weights of the run of the same seed, or newly drawn."""
 
     model: str
     settings: finetune.FinetuneSettings
@@ -31,13 +30,13 @@ class FinetuneContender:
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningExperiment(Experiment):
-    """Classifiers of texts that begin as language models.
+    """Classifiers of texts that start as language models.
 
     Args:
-        begins: the name of the experiment whose language models they were, its runs in the same folder.
+        begins: name of the experiment with the language models, whose runs are in the same folder.
         data: a name of `data.reviews`, or a csv file.
 
-    The seeds are those of the language models, of the order of the texts and of dropout. All have the same parts.
+    A seed is that of the language model, the order of texts and dropout. All seeds share the split.
     """
 
     contenders: Mapping[str, FinetuneContender]
@@ -78,7 +77,7 @@ class FineTuningExperiment(Experiment):
         return finetune.trainer(reader, data, run, settings, weights)
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """The error on the test part."""
+        """Measure the error on the test part."""
         if not self.is_probed(run):
             told = (lambda done, of: progress("testing", done, of)) if progress else None
             finetune.evaluate(run, self.load(data_dir), progress=told)
@@ -119,11 +118,12 @@ class FineTuningExperiment(Experiment):
 
 
 def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
-    # The rate: of 4,000 texts in two epochs, by their last 512 bytes, the dense model of imdb-long puts 37.4, 33.2 and
-    # 34.6 % of the validation part in the wrong class at 0.001, 0.002 and 0.004, the block-sparse one 28.9 % at 0.002;
-    # at 0.01 both had learnt nothing after 200 steps of all texts. Half of the reviews have fewer than 1,000 bytes.
+    # Learning rate: after two epochs on the last 512 bytes of 4,000 texts, the dense model of imdb-long has a
+    # validation error of 37.4, 33.2 and 34.6 % at 0.001, 0.002 and 0.004, and the block-sparse one of 28.9 % at
+    # 0.002. At 0.01 both had learnt nothing after 200 steps on all texts. Half of the reviews have fewer than 1,000
+    # bytes.
     recipe = finetune.FinetuneSettings(epochs=2, longest=1024, learning_rate=0.002, dtype="bfloat16")
-    # All were still learning; dense, four epochs take about as many seconds as two of small-world.
+    # All models were still learning. Four dense epochs take about the time of two small-world epochs.
     longer = replace(recipe, epochs=4)
     return FineTuningExperiment(
         about=f"The language models of {begins}, fine-tuned on {data} end to end, and the same ones from scratch",

@@ -18,10 +18,10 @@ from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, said
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionExperiment(Experiment):
-    """Networks of one shape on a graph; the first contender leaves out nothing.
+    """Networks of one shape on a graph; the first contender keeps all transitions.
 
     Args:
-        graph: a name of `data.planetoid`; None for one that grows, of 100,000 nodes.
+        graph: a name of `data.planetoid`; None for a grown graph of 100,000 nodes.
     """
 
     contenders: Mapping[str, DCNNSettings]
@@ -97,7 +97,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         graph="cora",
         contenders=CONTENDERS,
         minutes=0.1,
-        seeds=tuple(range(10)),  # three were too few to tell
+        seeds=tuple(range(10)),  # with three, differences were not significant
     ),
     "diffusion-hubs": DiffusionExperiment(
         about="Diffusion-convolution over two hops of a grown graph of 100,000 nodes, which has hubs, with and without "

@@ -1,4 +1,4 @@
-"""Times models against each other."""
+"""Time models side by side."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from blocksparse.measure import Samples, alternate
 
 from ..machine import machine
 
-SECONDS = 2.0  # for each model
+SECONDS = 2.0  # per model
 
 
 def race(models: Mapping[str, nn.Module], x: Tensor) -> tuple[Samples, dict[str, Any]]:
-    """Inference of models on the same input, in turn in one process; and the machine, with the load before it."""
+    """Time inference of models on one input, in turn in one process; also return the machine, with its load before."""
     here = machine()
     with torch.no_grad():
         calls = {name: (lambda model=model: model(x)) for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""Language models: dense against block-sparse and wider, at equal parameters, on the same text in the same order."""
+"""Language models of equal parameters on the same text in the same order: dense, or block-sparse and wider."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"
 
 READ = Column("held-out bytes that are read", "task.evaluated")
 
-# What is probed besides the protocol's last cell state, each feature brought to mean 0 and deviation 1.
+# States that are probed besides the protocol's last cell state, standardised.
 OTHER_STATES = {
     "cell": "last cell state",
     "squashed": "tanh of the last cell state",
@@ -61,7 +61,7 @@ class OnText(Experiment):
 
 @dataclass(frozen=True)
 class LanguageContender:
-    """A model of an experiment, and the learning rate that suits it."""
+    """A model, and the learning rate that suits it."""
 
     config: CharLMConfig
     learning_rate: float
@@ -72,11 +72,11 @@ class LanguageExperiment(OnText):
     """Language models of one size on one text.
 
     Args:
-        settings: of all of them; each has its own learning rate, each run its own seed.
-        reviews: labelled texts, names of `data.reviews`, on which the models' states are probed afterwards, with the
-            number of texts of each part at most; None for all.
+        settings: shared by all; each contender has its own learning rate, each run its own seed.
+        reviews: names of `data.reviews` on which the states are probed, with the largest number of texts per part; None
+            for all.
 
-    The seeds are of pattern and weights. The order of the text is the same for all.
+    A seed determines pattern and weights. The order of the text is the same for all.
     """
 
     contenders: Mapping[str, LanguageContender]
@@ -98,8 +98,8 @@ class LanguageExperiment(OnText):
         return charlm.trainer(settings, data, run)
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """Bits per character of each stream that is evaluated; how long cells keep what came before; and the sentiment
-        probes: by data, what `sentiment` finds."""
+        """Save bits per character of each evaluated stream, how long cells keep information, and the sentiment
+        probes."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         if not kept(run, STREAMS):
             task = charlm.task(charlm.load(path), self.load(data_dir), self.settings)
@@ -134,7 +134,7 @@ class LanguageExperiment(OnText):
         return probed and all(kept(run, name) for name in (STREAMS, FORGETTING))
 
     def found(self, run: Run) -> dict[str, Any]:
-        # What is long is left in the folder of the run, and what is known of the data where it is said.
+        # Long lists stay in the run's folder, and facts on the data are given once.
         long = ("coefficients", "validation of each C")
         probes = {}
         for name, found in kept(run.path, PROBES).items():
@@ -189,12 +189,12 @@ class LanguageExperiment(OnText):
 
 
 def _probes(data: str) -> dict[str, tuple[str, bool]]:
-    """The probes on labelled texts, by name: of which state, and whether it is standardized."""
+    """Return the probes on labelled texts by name: their state, and whether it is standardised."""
     return {data: ("cell", False)} | {_named(data, of): (of, True) for of in OTHER_STATES}
 
 
 def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
-    """The columns of a probe; the first contender is what the others are compared with."""
+    """Yield the columns of a probe, compared with the first contender."""
     some = "" if limit is None else f" of {limit:,}"
     wrong = f"part of test texts{some} taken wrongly"
     columns = [
@@ -246,10 +246,10 @@ def _pattern(model: Mapping[str, Any]) -> str:
 
 
 def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -> LanguageExperiment:
-    """1.5 million parameters: ten minutes a run on one core of a CPU, and of `times` the steps that much longer."""
-    # The learning rates are near the best of 0.003, 0.006, 0.012, 0.024 and 0.048 in runs of 800 steps on Wikipedia
-    # (the projection's of 0.0015, 0.003, 0.006, 0.009 and 0.012). The patterns after the first have its rate. Longer
-    # runs want less, half as much where they are four times as long; which was not tried.
+    """1.5 million parameters: ten minutes per run on one CPU core, times `times`, which multiplies the steps."""
+    # The learning rates are near the best of 0.003 to 0.048 by factors of 2 in runs of 800 steps on Wikipedia (for
+    # the projection, of 0.0015, 0.003, 0.006, 0.009 and 0.012). Patterns after the first share its rate. Longer runs
+    # get lower rates: half for four times the steps, which was not tuned.
     rate = times**-0.5
     wide = CharLMConfig(width=1536, embedding=32, pattern="barabasi_albert", m=2)
     others = {
@@ -265,7 +265,7 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
         contenders={
             "dense": LanguageContender(CharLMConfig(width=576, embedding=32), rate * 0.016),
             "small-world": LanguageContender(wide, rate * 0.012),
-            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph.
+            # Baselines: low-rank weights, random blocks, blocks on the diagonal, another graph.
             **(others if patterns else {}),
         },
         settings=replace(SETTINGS, steps=times * 3500),
@@ -275,7 +275,7 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
 
 
 def _rates(text: str) -> LanguageExperiment:
-    """The models of `_small` at other rates, in whole runs."""
+    """Models of `_small` at other rates, in whole runs."""
     small = _small(text)
     rates = {"dense": (0.004, 0.008, 0.016), "small-world": (0.006, 0.012)}
     return replace(
@@ -291,7 +291,7 @@ def _rates(text: str) -> LanguageExperiment:
 
 
 def _medium(text: str) -> LanguageExperiment:
-    """Three million parameters: a quarter of an hour a run on one core of a CPU."""
+    """3 million parameters: a quarter of an hour per run on one CPU core."""
     dense = CharLMConfig(width=848, embedding=32)
     wide = CharLMConfig(width=2048, embedding=32, pattern="barabasi_albert", m=4)
     return LanguageExperiment(
@@ -319,7 +319,7 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
     norm of the embedding and the outlet, in the dense one too.
     """
     dense = CharLMConfig(cell="smallworld", depth=5, width=424, embedding=32, init="identity", weight_norm=stride > 1)
-    width = 1120 if stride > 1 else 1024  # as many parameters as dense
+    width = 1120 if stride > 1 else 1024  # the parameters of the dense model
     wide = replace(dense, width=width, pattern="barabasi_albert", m=2, layouts="separate", stride=stride)
     return LanguageExperiment(
         about=f"The deep-transition LSTM of 2017 with five internal steps, dense or block-sparse and {width / 424:.1f} "
@@ -338,7 +338,7 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
 
 
 def _large(text: str, **other: Any) -> LanguageExperiment:
-    """42 million parameters in the recurrent weights, the sizes of the paper: hours on a GPU."""
+    """42 million recurrent parameters, the sizes of the paper: hours on a GPU."""
     dense = CharLMConfig(width=3168)
     wide = CharLMConfig(width=18432, pattern="barabasi_albert", m=8)
     return LanguageExperiment(

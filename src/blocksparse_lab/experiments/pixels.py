@@ -1,4 +1,4 @@
-"""PixelCNN++: dense against sparse in its channels and deeper, on the same images in the same order."""
+"""PixelCNN++ on the same images in the same order: dense, or sparse in its channels and deeper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PixelExperiment(Experiment):
         data: a name of `data.images`.
         settings: of all runs; each has its own network and seed.
 
-    The seeds are of the weights, the order of the images and the dropout.
+    A seed determines weights, order of images and dropout.
     """
 
     contenders: Mapping[str, PixelCNNConfig]
@@ -83,18 +83,18 @@ def _at(run: Run, contender: Any, step: int) -> float | None:
 
 
 def _small(data: str, called: str) -> PixelExperiment:
-    """Minutes a run on one core of a CPU."""
+    """Minutes per run on one CPU core."""
     dense = PixelCNNConfig(filters=16, resnets=1)
     return PixelExperiment(
         about=f"PixelCNN++ of 16 filters on {called}: dense, and in 4 groups of channels with 4 and 5 times the layers",
         data=data,
         contenders={
             "dense": dense,
-            # Fewer parameters than the dense one, and a few more.
+            # With fewer, and with slightly more, parameters than the dense network.
             "sparse x4": replace(dense, sparse=4, depth=4),
             "sparse x5": replace(dense, sparse=4, depth=5),
         },
-        # In runs of 160 steps 0.01 was better than 0.005 and 0.002, for both; longer runs want less.
+        # In runs of 160 steps, 0.01 was better than 0.005 and 0.002 for both; longer runs get lower rates.
         settings=PixelCNNSettings(
             steps=800,
             learning_rate=0.006,
@@ -111,7 +111,7 @@ def _small(data: str, called: str) -> PixelExperiment:
 
 
 def _large(data: str, called: str) -> PixelExperiment:
-    """The sizes of the paper: days on a GPU, in runs that go on."""
+    """The sizes of the paper: days on a GPU, in runs that resume."""
     dense = PixelCNNConfig()
     return PixelExperiment(
         about=f"PixelCNN++ of 160 filters on {called}: dense, and in 5 groups of channels with 5 times the layers",

@@ -1,4 +1,4 @@
-"""Dense nets that are made block-sparse: MLPs on tables, language models, and the experiments with them."""
+"""Experiments on dense nets that are made block-sparse: MLPs on tables, and language models."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ClassifierPruning(PruningExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguagePruning(PruningExperiment, OnText):
-    """An LSTM that reads bytes: `trained` has the dense model and its training."""
+    """An LSTM that reads bytes; `trained` has the dense model and its training."""
 
     trained: charlm.CharLMSettings
     figure: ClassVar[str] = "bits per character, held out"
@@ -103,7 +103,7 @@ def _mlp(sizes: list[int], seed: int) -> SparseMLP:
 
 
 def _at_densities(method: str, **other: Any) -> dict[str, Pruning]:
-    """At a tenth of the blocks, and at other densities for the curve."""
+    """A tenth of the blocks, and other densities for the curve."""
     return {method: Pruning(method, 0.1, **other)} | _at(method, (0.05, 0.2, 0.3), **other)
 
 
@@ -112,12 +112,12 @@ def _at(method: str, densities: tuple[float, ...], **other: Any) -> dict[str, Pr
 
 
 def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
-    """Several strengths, one of which may come near the target density: they depend on widths and steps."""
+    """Several strengths, one of which may come near the target density; that depends on widths and steps."""
     return {f"{method}-{strength:g}": Pruning(method, strength=strength, **other) for strength in strengths}
 
 
 def _classifier() -> PruningExperiment:
-    kept = ("layers.2",)  # of ten outputs
+    kept = ("layers.2",)  # the weight of ten outputs
     return ClassifierPruning(
         about="An MLP 784-4096-4096-10 on Fashion-MNIST, dense and made block-sparse in blocks of 32 by training",
         contenders={
@@ -136,7 +136,7 @@ def _classifier() -> PruningExperiment:
 
 
 def _inputs() -> PruningExperiment:
-    """Blocks of all rows and one column."""
+    """Select inputs: blocks have all rows and one column."""
     width = 512
     inputs: dict[str, Any] = {"block_size": (width, 1), "skip": ("layers.1", "layers.2")}
     return ClassifierPruning(
@@ -145,7 +145,7 @@ def _inputs() -> PruningExperiment:
             DENSE: Dense(),
             **_at_strengths("l0", (5e-7, 7e-7, 1e-6, 2e-6), **inputs),
             **_at_strengths("group lasso", (10, 20), **inputs),
-            # As many inputs as l0 leaves: those of the largest weights, and some at random.
+            # As many inputs as l0 leaves: those with the largest weights, and random ones.
             **_at("one-shot", (0.39, 0.27), **inputs),
             **_at(FIXED, (0.39, 0.27), search=0, **inputs),
         },
@@ -157,9 +157,9 @@ def _inputs() -> PruningExperiment:
 
 
 def _language() -> PruningExperiment:
-    kept = ("recurrent.weight_ih_l0",)  # of what is looked up by byte
-    # With few steps, the sooner the layout is fixed the better: of 512 units 2.80, 2.94 and 3.05 bits per character
-    # where a fifth, two fifths and two thirds of the steps looked for it.
+    kept = ("recurrent.weight_ih_l0",)  # the weight of the embedding
+    # In short runs, an early choice of the layout is better: 2.80, 2.94 and 3.05 bits per character with 512 units if
+    # a fifth, two fifths and two thirds of the steps search.
     early: dict[str, Any] = {"search": 0.2, "skip": kept}
     return LanguagePruning(
         about="An LSTM of 1,536 units on Wikipedia, dense and made block-sparse in blocks of 32 by training",
@@ -183,10 +183,10 @@ def _language() -> PruningExperiment:
             "one-shot": Pruning("one-shot", density=0.1, search=0.4, skip=kept),
             **_at_densities("gradual", **early),
             "fixed x3": Pruning(FIXED, density=0.1, search=0, times=3, skip=kept),
-            # A sparse LSTM that begins sparse learns best at twice that rate: see wikipedia-small.
+            # An LSTM that starts sparse learns best at twice the rate: see wikipedia-small.
             "fixed x3, rate x2": Pruning(FIXED, density=0.1, search=0, times=3, rate=2, skip=kept),
             "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
-            # Whether it is the recurrent blocks that were found, or those of the outlet.
+            # Separates the effect of the recurrent blocks from that of the output layer's blocks.
             "fixed x3, dense outlet": Pruning(FIXED, density=0.1, search=0, times=3, skip=(*kept, "outlet")),
             "gradual x3, dense outlet": Pruning(
                 "gradual", density=0.1, search=0.2 / 3, times=3, skip=(*kept, "outlet")

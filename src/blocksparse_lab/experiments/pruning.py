@@ -39,7 +39,7 @@ Runs = Mapping[str, Sequence[Run]]
 
 MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
 
-BATCH = 64  # of the measured inference
+BATCH = 64  # rows of the measured inference
 DENSE = "dense"
 NOT_RETRAINED = "one-shot, not retrained"
 _MARKERS = "osD^vPX"
@@ -47,7 +47,7 @@ _MARKERS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Dense:
-    """The net as it is, trained for `times` the steps: a `Pruning` that prunes nothing."""
+    """The dense net, trained for `times` the steps: a `Pruning` that prunes nothing."""
 
     times: int = 1
     rate: ClassVar[float] = 1.0
@@ -58,13 +58,13 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class PruningExperiment(Experiment):
-    """One net, trained dense, and made block-sparse by several methods.
+    """One net, trained dense and made block-sparse by several methods.
 
     Args:
-        contenders: how each becomes sparse; the one of the name `DENSE` is what they are measured against.
-        pruned: densities at which that one is pruned after its training too, as it is.
-        skip: what stays dense then.
-        controls: sparse ones that the others are measured against too.
+        contenders: by name; the one named `DENSE` is the baseline.
+        pruned: densities at which the trained baseline is also pruned, without further training.
+        skip: weights that stay dense then.
+        controls: sparse baselines to compare with too.
     """
 
     contenders: Mapping[str, Pruning | Dense]
@@ -82,10 +82,10 @@ class PruningExperiment(Experiment):
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
-    figure: ClassVar[str]  # the name of the quality
-    unit: ClassVar[str] = "points"  # in which it is compared with that of the dense net
-    digits: ClassVar[int] = 2  # of that
-    tested: ClassVar[tuple[Column, ...]] = ()  # what it is measured on
+    figure: ClassVar[str]  # name of the quality
+    unit: ClassVar[str] = "points"  # unit of the difference to the dense net's quality
+    digits: ClassVar[int] = 2  # digits of that difference
+    tested: ClassVar[tuple[Column, ...]] = ()  # columns that describe the evaluation
 
     @property
     def in_rows(self) -> bool:
@@ -93,22 +93,22 @@ class PruningExperiment(Experiment):
 
     @abstractmethod
     def dense(self, seed: int, data: Any) -> tuple[Task, Settings, dict[str, Any]]:
-        """The training of the dense net, and further facts for `config.json`."""
+        """Return task and settings of the dense net, and further facts for `config.json`."""
 
     @abstractmethod
     def opened(self, run: Path) -> nn.Module:
-        """The saved model of a finished run."""
+        """Load the saved model of a finished run."""
 
     @abstractmethod
     def inputs(self, model: Any) -> Tensor:
-        """The inputs to measure inference with."""
+        """Return the inputs to measure inference with."""
 
     def shown(self, held_out: float) -> float:
-        """A held-out figure as quality."""
+        """Convert a held-out figure to quality."""
         return held_out
 
     def compared(self, found: float, dense: float) -> float:
-        """A quality, compared with that of the dense net."""
+        """Compare a quality with that of the dense net."""
         return found - dense
 
     # -- runs ----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class PruningExperiment(Experiment):
         return sparsity.percentiles(self.opened(dense))
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """Saves the truly sparse model and its quality."""
+        """Save the truly sparse model and its quality."""
         if self.is_finished(run):
             return
         contender, _, seed = run.name.rpartition("-")
@@ -161,20 +161,20 @@ class PruningExperiment(Experiment):
         checkpoint.save(run / MODEL, tensors, {"task": task.about()})
 
     def is_result(self, trainer: Trainer, error: BlockSparseError) -> bool:
-        """Too strong a penalty leaves nothing of a weight."""
+        """Count a penalty that leaves nothing of a weight as a result."""
         task = trainer.task
         nothing_left = isinstance(task, PruneTask) and bool(task.searched) and not task.sparse
         return nothing_left or super().is_result(trainer, error)
 
     def is_finished(self, run: Path) -> bool:
-        """Whether its model was kept too."""
+        """Return whether the model is saved too."""
         return super().is_finished(run) and (run / MODEL).is_file()
 
     def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
         return sparsify(dense, density, criterion="lamp", skip=self.skip, force=True)
 
     def race(self, of: Runs) -> None:
-        """Inference of all finished models in turn, and each layer by itself."""
+        """Time inference of all finished models in turn, and of each layer."""
         if DENSE not in of:
             return
         dense, paths = of[DENSE][0].path, [run.path for runs in of.values() for run in runs]
@@ -278,7 +278,7 @@ class PruningExperiment(Experiment):
         return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
 
     def picture(self, path: Path, of: Results) -> None:
-        """A point for each model, by its time and its quality; curves of the training where no times are known."""
+        """Draw a point per model, by time and quality; without times, draw training curves."""
         of = _of_one_race(of)
         found = self._points(of.runs)
         if not found:
@@ -298,7 +298,7 @@ class PruningExperiment(Experiment):
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.margins(x=0.1)
-        # Models that were not trained again may be so much worse that they would squeeze all others.
+        # Models without further training may be so much worse that they would squeeze the rest.
         trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
@@ -309,7 +309,7 @@ class PruningExperiment(Experiment):
         save(figure, path)
 
     def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
-        """Milliseconds, quality and density, by method: a point for each contender, the mean over its seeds."""
+        """Return milliseconds, quality and density by method: a point per contender, the mean over seeds."""
         found: dict[str, list[tuple[float, float, float]]] = {}
         for name, runs in of.items():
             models = [(run.facts["sparse"], run.facts["inference"]) for run in runs]
@@ -328,7 +328,7 @@ class PruningExperiment(Experiment):
 
 
 def _of_one_race(of: Results) -> Results:
-    """The results without times that were not measured together with those of the dense net."""
+    """Drop times that were not measured together with the dense net's."""
     dense = next((run.facts["raced on"] for run in of.runs.get(DENSE, ())), None)
 
     def here(run: Run) -> Run:
@@ -339,7 +339,7 @@ def _of_one_race(of: Results) -> Results:
 
 
 def _pruned_later(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Quality and inference of the dense one, pruned after its training."""
+    """Yield quality and inference of the baseline pruned after training."""
     raced = run.facts["inference"].get("pruned", {})
     for one in run.facts["sparse"].get("pruned", ()):
         yield one, raced.get(f"{one['density']:g}", {})
@@ -355,6 +355,6 @@ def _of_inputs(block_size: int | tuple[int, int]) -> bool:
 
 
 def _inputs_used(run: Run, _: Any) -> float | str:
-    """The blocks of the one pruned weight of such a net."""
+    """Return the number of blocks of the pruned weight, which are inputs."""
     blocks = run.facts["sparse"].get("blocks")
     return "all" if blocks is None else float(sum(blocks.values()))

@@ -1,4 +1,4 @@
-"""Trains the missing runs of several experiments at the same time, each in a process of one thread."""
+"""Train the missing runs of several experiments side by side, each in a process with one thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS_BETWEEN_NEWS = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """A run of an experiment that is to be trained."""
+    """A run of an experiment to train."""
 
     name: str
     experiment: Experiment
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def needs(self) -> Path | None:
-        """The run that must be finished before."""
+        """The run that must be finished first, if any."""
         return self.experiment.needs(self.runs, self.contender, self.seed)
 
     @property
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class News:
-    """How far a run is; at its end also whether it is finished, or why not."""
+    """Progress of a run, and at its end whether it finished or why not."""
 
     text: str = ""
     done: int = 0
@@ -66,7 +66,7 @@ class News:
 def missing(
     named: Mapping[str, Experiment], runs: Path, only: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Job]:
-    """The runs of experiments that are not finished and probed, each experiment's in a folder of its name."""
+    """Return the runs that are not finished and probed; each experiment has a folder of its name."""
     check_only(only, (contender for of in named.values() for contender in of.contenders))
     left_out = {name: of.left_out(runs / name) for name, of in named.items()}
     jobs = [
@@ -80,16 +80,16 @@ def missing(
 
 
 def idle_cores() -> int:
-    """The cores that nothing runs on, one at least."""
+    """Return the number of idle cores, at least one."""
     return max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
 
 
 def train(
     jobs: Sequence[Job], cores: int, seconds: float = math.inf, data_dir: DataDir = None, caught: Sequence[int] = ()
 ) -> Iterator[tuple[Job, News]]:
-    """Trains runs, and yields what is heard of them.
+    """Train runs; yield their news.
 
-    After `seconds`, or a signal in `caught`, those at work finish their step and save; a later call goes on.
+    After `seconds`, or once `caught` has a signal, running trainings finish their step and save; a later call resumes.
     """
     if cores < 1:
         raise BlockSparseError.expected("cores", "a positive int", cores)
@@ -132,9 +132,9 @@ def train(
 
 
 def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
-    """Trains and probes a run, in a process of its own."""
+    """Train and probe a run in its own process."""
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # Ctrl-C reaches the queue alone, which then ends this
+        os.setpgrp()  # Ctrl-C reaches the queue alone, which then ends this process
     torch.set_num_threads(1)
     of = job.experiment
     with suppress(Interrupted):
@@ -154,7 +154,7 @@ def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
 
 
 class _Teller(Callback):
-    """Tells the queue how far a run is."""
+    """Reports the progress of a run to the queue."""
 
     def __init__(self, trainer: Trainer, told: Connection):
         self.trainer, self.told, self.last, self.text = trainer, told, 0.0, ""

@@ -17,19 +17,18 @@ from ..training import compare
 from ..training.compare import Run
 from .experiment import UNPAIRED, Experiment, Results, folder, seed_of
 
-MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that tables tell
-POINTS = 6  # of a curve that is kept, at most
+MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that reports name
+POINTS = 6  # most points of a saved curve
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
-    """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
+    """Write `NAME.json` with the results, and from it `NAME.md` and `NAME.png`.
 
-    With `add`, runs of the report that is there, if any, stay in it where none of their contender and seed is finished
-    here. Those that it left out stay said, with or without `add`, until they are finished.
+    With `add`, runs of the existing report remain unless a run of the same contender and seed is finished here. Its
+    reasons of runs without a result remain in any case, until these runs are finished.
 
     Raises:
-        BlockSparseError: no run is finished; the report that is there has runs that would be lost; or the files cannot
-            be written.
+        BlockSparseError: no run is finished, runs of the existing report would be lost, or a file cannot be written.
     """
     of = {contender: [_read(path) for path in paths] for contender, paths in experiment.finished(runs).items() if paths}
     if not of:
@@ -71,7 +70,7 @@ def _told(run: Run) -> bool:
 
 
 def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
-    """The runs of a report, by contender and seed; none where there is no report."""
+    """Return the runs of a report by contender and seed; {} without a report."""
     return {one: {_seed(run): run for run in some} for one, some in _kept(name, out).runs.items()}
 
 
@@ -81,7 +80,7 @@ def _kept(name: str, out: Path) -> Results:
 
 
 def _report(path: Path, name: str) -> Results:
-    """The report in a file, after a check that it is of that experiment."""
+    """Read a report and check that it is of this experiment."""
     of = load(path)
     if of.experiment not in (None, name):
         raise BlockSparseError.expected(str(path), f"the report of {name}", of.experiment)
@@ -89,7 +88,7 @@ def _report(path: Path, name: str) -> Results:
 
 
 def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
-    """Refuses to write a report of these contenders and seeds over one that has others."""
+    """Raise if a report of these contenders and seeds would replace one that has others."""
     lost = {one: sorted(runs.keys() - set(seeds.get(one, ()))) for one, runs in there(name, out).items()}
     if said := [f"{one}, seed {', '.join(map(str, some))}" for one, some in lost.items() if some]:
         wanted = f"a folder without another report of {name}, or --add, which keeps its runs"
@@ -101,7 +100,7 @@ def _seed(run: Run) -> int:
 
 
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
-    """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
+    """Write `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
     of = _report(path, name)
     if not any(of.runs.values()):
@@ -123,7 +122,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
             "p by Welch's t-test."
         )
     more, shown = commits(by_contender), experiment.curves
-    if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
+    if len({machine["isa"] for machine in machines}) > 1:  # times on different instruction sets do not compare
         used = {one: sorted({machine["isa"] for machine in some}) for one, some in by_contender.items()}
         more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
         shown = shown.removesuffix(" and seconds")
@@ -134,8 +133,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
 
 
 def save(path: Path, experiment: Experiment, of: Results) -> None:
-    """The results as JSON. What all runs share, or those of a contender, is said once; a curve has `POINTS` points at
-    most, of five digits."""
+    """Save the results as JSON, with common values stored once and thinned curves of five digits."""
     every = {name: [_record(run) for run in runs] for name, runs in of.runs.items() if runs}
     common = shared([run for runs in every.values() for run in runs])
     own = {name: [without(run, common) for run in runs] for name, runs in every.items()}
@@ -153,7 +151,7 @@ def save(path: Path, experiment: Experiment, of: Results) -> None:
 
 
 def load(path: Path) -> Results:
-    """The results from JSON."""
+    """Load the results from JSON."""
     content = read_json(path)
     try:
         common = {name: merged(content["all"], of) for name, of in content["each"].items()}
@@ -167,7 +165,7 @@ def load(path: Path) -> Results:
 
 def _record(run: Run) -> dict[str, Any]:
     machine = run.result and run.result.get("machine")
-    if machine:  # of the load that of the last minute, of the date the day, of the instruction sets that in use
+    if machine:  # keep the last minute's load, the day, and the instruction set in use
         short = {"load": 1, "commit": 12, "date": 10}
         machine = machine | {key: machine[key][:most] for key, most in short.items() if machine.get(key)}
         machine.pop("features", None)
@@ -189,7 +187,7 @@ def _run(record: dict[str, Any]) -> Run:
 
 
 def thinned(points: Sequence[Any], limit: int = POINTS) -> list[Any]:
-    """At most `limit` of the points, evenly spaced, the last one among them.
+    """Return at most `limit` points, evenly spaced, with the last one.
 
     >>> thinned(range(10), 4)
     [0, 3, 6, 9]
@@ -200,7 +198,7 @@ def thinned(points: Sequence[Any], limit: int = POINTS) -> list[Any]:
 
 
 def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The part that is the same in all records, dicts within them part by part."""
+    """Return the items that all records share, recursively in dicts."""
     first, *others = records
     found = {}
     for key, value in first.items():
@@ -215,7 +213,7 @@ def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what it shares with others; the opposite of `merged`."""
+    """Remove what a record shares with others; the inverse of `merged`."""
     found = {}
     for key, value in record.items():
         if key not in common:
@@ -226,6 +224,6 @@ def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 
 def merged(common: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with what it shares with others."""
+    """Add what a record shares with others."""
     both = {key: merged(common[key], value) for key, value in record.items() if isinstance(common.get(key), dict)}
     return {**common, **record, **both}

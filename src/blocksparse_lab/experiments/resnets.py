@@ -1,4 +1,4 @@
-"""Residual networks: dense and block-sparse in their channels; that see where an image begins, and that do not."""
+"""Residual networks, dense and block-sparse in their channels, and networks blind to circular shifts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ResNetExperiment(Experiment):
     """Residual networks on one set of images.
 
     Args:
-        contenders: recipes, by name.
+        contenders: settings, by name.
         data: a name of `data.images`.
 
-    The seeds are of the weights, the order of the images and how each is cropped and mirrored.
+    A seed determines weights, order of images, crops and flips.
     """
 
     contenders: Mapping[str, ResNetSettings]
@@ -72,16 +72,16 @@ class ResNetExperiment(Experiment):
 
     @property
     def further(self) -> Sequence[Column]:
-        """Columns of what is measured besides."""
+        """Columns of further measurements."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftExperiment(ResNetExperiment):
-    """Residual networks that differ in how they halve an image.
+    """Residual networks that downsample in different ways.
 
     Args:
-        shifted: test images that are seen at all of their circular shifts.
+        shifted: test images that are evaluated at all of their circular shifts.
     """
 
     shifted: int = 64
@@ -94,7 +94,7 @@ class ShiftExperiment(ResNetExperiment):
     )
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """The consistency over shifts."""
+        """Measure the consistency over shifts."""
         if kept(run, KEPT).get("images") != self.shifted:
             report = (lambda done, of: progress("shifts", done, of)) if progress else None
             resnet.shifted(run, self.load(data_dir), self.shifted, report)
@@ -137,7 +137,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "stride, blurred": ResNetSettings(padding_mode="circular", blur=3),
             "aps": ResNetSettings(downsample="aps", padding_mode="circular"),
             "aps, blurred": ResNetSettings(downsample="aps", padding_mode="circular", blur=3),
-            # Its margins tell where an image ends.
+            # Zero padding reveals where an image ends.
             "stride, zeros": ResNetSettings(),
         },
     ),
@@ -147,7 +147,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         contenders={
             "dense": ResNetSettings(width=16),
             "sparse": ResNetSettings(width=16, density=0.25),
-            # As many multiply-adds as the dense one.
+            # Has the multiply-adds of the dense network.
             "sparse, wide": ResNetSettings(width=32, density=0.25),
         },
     ),

@@ -1,4 +1,4 @@
-"""Transformers over bytes at equal multiply-adds: dense, block-sparse and wider, and made sparse while trained."""
+"""Transformers over bytes at equal multiply-adds: dense, block-sparse and wider, and made sparse in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS = 16  # of the measured inference
 
 @dataclass(frozen=True)
 class TransformerContender:
-    """A transformer, the learning rate that suits it, and, if it begins dense, how it becomes as sparse as that."""
+    """A transformer with its learning rate and, if it starts dense, how it becomes sparse."""
 
     config: GPTConfig
     learning_rate: float
@@ -38,10 +38,10 @@ class TransformerContender:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerExperiment(OnText):
-    """Transformers on one text; the seeds are of blocks and weights, the order of the text is the same for all.
+    """Transformers on one text; a seed determines blocks and weights, the order of the text is the same for all.
 
     Args:
-        settings: of all of them; each has its own learning rate, each run its own seed.
+        settings: shared by all; each contender has its own learning rate, each run its own seed.
     """
 
     contenders: Mapping[str, TransformerContender]
@@ -67,7 +67,7 @@ class TransformerExperiment(OnText):
         return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"]}
 
     def more(self) -> dict[str, Any]:
-        """Inference of all contenders in turn, as large as they end, untrained."""
+        """Time inference of all contenders in turn, untrained and as sparse as they end."""
         models = {name: gpt.network(of.config).eval() for name, of in self.contenders.items()}
         text = torch.randint(256, (self.seq, WINDOWS), generator=torch.Generator().manual_seed(0))
         samples, here = race(models, text)
@@ -117,11 +117,11 @@ def _while_trained(of: TransformerContender) -> int:
 
 
 def _small(text: str) -> TransformerExperiment:
-    """0.9 million multiply-adds per byte: about twenty minutes a run on one core of a CPU."""
+    """0.9 million multiply-adds per byte: about twenty minutes per run on one CPU core."""
     dense = GPTConfig(width=128)
     wide = replace(dense, width=256, density=0.22)
-    # In runs of 500 steps, by the loss of the text that they read for the first time: of 0.001, 0.002, 0.004 and 0.008
-    # the best for the dense one and for fixed blocks, with 3.62 and 3.38 bits, 0.004 after it.
+    # In runs of 500 steps, by the loss of text read for the first time, 0.002 was the best of 0.001, 0.002, 0.004 and
+    # 0.008 for the dense model and for fixed blocks, with 3.62 and 3.38 bits; 0.004 came next.
     rate = 0.002
     gradual = Pruning("gradual", wide.density, search=0.5, skip=("outlet",))
     return TransformerExperiment(

@@ -1,4 +1,4 @@
-"""A residual MLP that predicts the next byte from a window of the bytes before it, dense or block-sparse."""
+"""A residual MLP, dense or block-sparse, that predicts the next byte from a window of bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blocksparse.nn import Linear
 
 
 def check_bytes(name: str, text: Any, batch: int | None = None) -> None:
-    """Raises a BlockSparseError unless the text is integers `[steps, batch]`."""
+    """Raise a BlockSparseError unless the text is integers `[steps, batch]`."""
     integers = isinstance(text, Tensor) and not (text.is_floating_point() or text.is_complex())
     if integers and text.dim() == 2 and batch in (None, text.shape[1]):
         return
@@ -26,7 +26,8 @@ def check_bytes(name: str, text: Any, batch: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class ByteLayouts:
-    """The layouts of a block-sparse ByteMLP: of its inlet, of each hidden weight (two per layer), of its outlet."""
+    """Layouts of a block-sparse ByteMLP: of its input layer, each hidden weight (two per layer) and its output
+    layer."""
 
     inlet: BlockLayout
     hidden: tuple[BlockLayout, ...]
@@ -37,15 +38,15 @@ class ByteLayouts:
 
     @property
     def weights(self) -> int:
-        """How many numbers they store."""
+        """Number of weights that the layouts store."""
         return sum(layout.nnz * layout.block_shape[0] * layout.block_shape[1] for layout in self)
 
 
 class ByteMLP(nn.Module):
-    """Embeds the last `context` bytes, mixes them in `depth` residual layers of `width`, scores all 256 next bytes.
+    """Scores of the next byte from the last `context` bytes, by `depth` residual layers of `width`.
 
-    Each layer adds W2 relu(W1 norm(h)) to the state h. There are no biases and no gains in the norms, so that all
-    parameters but the embedding are weights of products: equal parameters are equal multiply-adds.
+    Each layer adds W2 relu(W1 norm(h)) to the state h. There are no biases and no gains in the norms: all parameters
+    except the embedding are weights of products, so equal parameters mean equal multiply-adds.
 
     Shapes: int64 `[n, context] -> [n, 256]`, the logits.
     """
@@ -95,10 +96,9 @@ def small_world_layouts(
     ends: float = 1 / 3,
     seed: int = 0,
 ) -> ByteLayouts:
-    """Layouts for a wide ByteMLP: Watts-Strogatz graphs inside, each with its own seed, random ones at both ends.
+    """Draw layouts for a wide ByteMLP: Watts-Strogatz graphs inside, random ones for the input and output layer.
 
-    With so few neighbors it takes many shortcuts to reach all of the state within the layers there are: less rewiring
-    makes a worse model.
+    With so few neighbors, the state needs many shortcuts to mix within the given layers; less rewiring is worse.
     """
     hidden = tuple(
         patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + 1_000_003 * i)
@@ -110,7 +110,7 @@ def small_world_layouts(
 
 
 def dense_width(layouts: ByteLayouts, context: int, *, embedding: int = 16) -> int:
-    """The width at which the dense ByteMLP has as many weights as these layouts store, to the nearest."""
+    """Return the width at which a dense ByteMLP has nearest to as many weights as these layouts."""
 
     def off(width: int) -> int:
         dense = width * (context * embedding + len(layouts.hidden) * width + 256)
@@ -120,10 +120,10 @@ def dense_width(layouts: ByteLayouts, context: int, *, embedding: int = 16) -> i
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers a model learns."""
+    """Count a model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def multiply_adds(model: ByteMLP) -> int:
-    """Multiply-adds per predicted byte: one for each stored weight; the embedding is a look-up."""
+    """Count multiply-adds per predicted byte: one per stored weight; the embedding is a look-up."""
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embedding"))

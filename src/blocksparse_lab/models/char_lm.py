@@ -1,4 +1,4 @@
-"""A language model over bytes: an embedding, recurrent layers, dense or block-sparse, scores for the next byte."""
+"""A language model over bytes: an embedding, dense or block-sparse recurrent layers, scores of the next byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INITS = ("uniform", "identity")
 
 @dataclass(frozen=True)
 class CharLMConfig:
-    """The configuration of a CharLM."""
+    """Configuration of a CharLM."""
 
     cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
     width: int = 1024  # hidden units of a layer
@@ -54,7 +54,7 @@ class CharLMConfig:
         for name, known in (("cell", CELLS), ("pattern", PATTERNS), ("layouts", LAYOUTS), ("init", INITS)):
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
-        # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
+        # Also options that this cell and pattern ignore: they are saved and compared in the run's files.
         for name in ("width", "embedding", "layers", "stride", "block_size", "m", "neighbors"):
             integer(name, getattr(self, name), 1)
         integer("depth", self.depth, 2)
@@ -72,7 +72,7 @@ class CharLMConfig:
         integer("seed", self.seed, 0, 2**32)
         if self.init == "identity" and self.cell != "smallworld":
             raise BlockSparseError.expected("init", "uniform but of a smallworld, which has norms", repr(self.init))
-        drawn = self.pattern not in ("dense", "block_diagonal")  # by a seed
+        drawn = self.pattern not in ("dense", "block_diagonal")  # drawn by a seed
         if self.layouts == "separate" and (self.cell != "smallworld" or not drawn):
             given = f"{self.layouts} of {self.cell}, {self.pattern}"
             raise BlockSparseError.expected("layouts", "shared unless smallworld and of a pattern that is drawn", given)
@@ -81,12 +81,12 @@ class CharLMConfig:
 
     @property
     def layout(self) -> BlockLayout | None:
-        """The blocks of each `[width, width]` weight; None for dense ones."""
+        """Blocks of each `[width, width]` weight; None for dense weights."""
         return self._drawn(0)
 
     @property
     def layouts_by_name(self) -> dict[str, BlockLayout]:
-        """The weights that have blocks of their own, those of the internal steps but the gates, and these blocks."""
+        """Layouts by the name of the weight, for weights with a layout of their own (internal steps without gates)."""
         steps = range(1, self.depth + 1) if self.layouts == "separate" else ()
         drawn = {step: layout for step in steps if (layout := self._drawn(step)) is not None}
         return {f"weight_step{step}_l{k}": layout for step, layout in drawn.items() for k in range(self.layers)}
@@ -98,7 +98,7 @@ class CharLMConfig:
 
     @property
     def groups(self) -> int:
-        """Of block_diagonal, the squares."""
+        """Number of squares of block_diagonal."""
         blocks = max(1, self.width // self.block_size)
         return min(blocks, round(1 / max(self.density, 1 / blocks)))
 
@@ -110,7 +110,7 @@ class CharLMConfig:
             return patterns.watts_strogatz(width, block, neighbors=self.neighbors, rewire=self.rewire, seed=seed)
         if self.pattern == "random":
             return patterns.random((width, width), block, density=self.density, seed=seed)
-        if self.pattern == "block_diagonal":  # 1 / density squares, which never hear of each other
+        if self.pattern == "block_diagonal":  # 1 / density squares, unconnected
             blocks = width // block
             group = torch.arange(blocks, device="cpu") * self.groups // blocks
             return BlockLayout(group[:, None] == group, block)
@@ -118,12 +118,12 @@ class CharLMConfig:
 
 
 class CharLM(nn.Module):
-    """Scores the next byte after each byte of a text: embedding, recurrent layers, a dense linear layer.
+    """Scores of the next byte after each byte of a text: embedding, recurrent layers, a dense linear layer.
 
-    The configuration's seed draws the weights; the global generator is left as it was.
+    The configuration's seed draws the weights, without use of the global generator.
 
-    Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state, c
-    `[layers, batch, width]` and h, as large but for a projection.
+    Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state: h
+    `[layers, batch, width]`, or smaller with a projection, and c `[layers, batch, width]`.
 
     Example:
         >>> import torch
@@ -163,27 +163,24 @@ class CharLM(nn.Module):
             self._draw_identities()
 
     def initial_state(self, batch: int) -> State:
-        """h and c of texts that have not begun, `[layers, batch, hidden]` and `[layers, batch, width]`.
-
-        c is float32 whatever the parameters are.
-        """
+        """Return zero h `[layers, batch, hidden]` and c `[layers, batch, width]`; c is always float32."""
         weight = self.embedding.weight
         sizes = self.config.layers, batch
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # Not weight.new_zeros, which is sharded where the weight is.
+        # Not weight.new_zeros, which would be sharded like the weight.
         h = torch.zeros(*sizes, self.config.hidden, dtype=weight.dtype, device=weight.device)
         return h, torch.zeros(*sizes, self.config.width, dtype=wide, device=weight.device)
 
     @torch.no_grad()
     def _normalize_weights(self) -> None:
-        """Each byte's weights have a norm of their own, 1 at first."""
+        """Apply weight norm, with one norm per byte, initially 1."""
         for part in (self.embedding, self.outlet):
             weight_norm(part)
             part.get_parameter("parametrizations.weight.original0").fill_(1)
 
     @torch.no_grad()
     def _draw_identities(self) -> None:
-        """Makes the products from units to units the identity, as far as there are blocks: norms give them a scale."""
+        """Make the products from units to units the identity, where there are blocks; norms set their scale."""
         width = self.config.width
         for name, parameter in self.recurrent.named_parameters():
             if "weight_step" in name or "weight_gates" in name:
@@ -197,7 +194,7 @@ class CharLM(nn.Module):
                     parameter[torch.from_numpy(on)] = torch.eye(layout.block_shape[0])
 
     def outputs(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The hidden state after each byte, `[time, batch, hidden]`, and the state after the text: without scores."""
+        """Return the hidden state after each byte, `[time, batch, hidden]`, and the final state, without scores."""
         check_bytes("text", text)
         state = state or self.initial_state(text.shape[1])
         return self.recurrent(text.long(), state, table=self.embedding.weight)
@@ -205,13 +202,13 @@ class CharLM(nn.Module):
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, state = self.outputs(text, state)
         y = y[..., :: self.config.stride]
-        if type(self.outlet) is not nn.Linear:  # made block-sparse, or with weight norm
+        if type(self.outlet) is not nn.Linear:  # block-sparse, or with weight norm
             return self.outlet(y), state
         return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
 
 def parameter_count(config: CharLMConfig) -> int:
-    """How many numbers the CharLM of this configuration learns; of the published sentiment neuron:
+    """Count the parameters of a CharLM with this configuration, such as the published sentiment neuron's:
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
     >>> parameter_count(CharLMConfig(cell="mlstm", width=4096))
@@ -222,9 +219,9 @@ def parameter_count(config: CharLMConfig) -> int:
 
 
 def least_parameters(config: CharLMConfig) -> float:
-    """A lower bound on the parameters of this configuration's CharLM, computed without building it."""
+    """Return a lower bound on a CharLM's parameters, without building it."""
     nodes = max(1, config.width // config.block_size)
-    # Each node of a graph adds this many edges, some of which may exist already.
+    # Each node of a graph adds this many edges, some of which may exist.
     kept = {
         "barabasi_albert": config.m / nodes,
         "watts_strogatz": config.neighbors / nodes,
@@ -237,7 +234,7 @@ def least_parameters(config: CharLMConfig) -> float:
 
 
 def multiply_adds(config: CharLMConfig) -> int:
-    """Multiply-adds per byte: one for each weight of a product; the embedding is a look-up."""
+    """Count multiply-adds per byte: one per weight of a product; the embedding is a look-up."""
     with torch.device("meta"):
         model = CharLM(config)
     weights = (p.numel() for name, p in model.recurrent.named_parameters() if "weight_" in name)
@@ -245,16 +242,16 @@ def multiply_adds(config: CharLMConfig) -> int:
 
 
 def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
-    """The configuration at the width whose parameter_count is nearest to `params`.
+    """Return the configuration whose width makes parameter_count nearest to `params`.
 
-    Widths are multiples of the block, for dense weights of 8, and of the stride.
+    Widths are multiples of the block (8 for dense weights) and of the stride.
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, width_for
     >>> width_for(CharLMConfig(cell="mlstm"), 86_319_360).width
     4096
     """
     step = math.lcm(8 if config.pattern == "dense" else config.block_size, config.stride)
-    # A graph needs more blocks than each one has edges.
+    # A graph needs more blocks than a node has edges.
     least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
     least = max(least, config.projection // step + 1, math.ceil(2 * config.stride / step) if config.stride > 1 else 1)
 

@@ -8,10 +8,10 @@ from blocksparse.nn import DiffusionConv
 
 
 class DCNN(nn.Module):
-    """A diffusion-convolution and a linear layer on all that it gives for a node.
+    """A diffusion-convolution, and a linear layer on its output for each node.
 
-    Shapes: `[nodes, hops + 1, features]`, some rows of what a `bs.nn.Diffusion` gives, or the same flattened to
-    `[nodes, (hops + 1) * features]`; to `[nodes, classes]`.
+    Shapes: rows of a `bs.nn.Diffusion`'s output, `[nodes, hops + 1, features]` or flattened to
+    `[nodes, (hops + 1) * features]`, to `[nodes, classes]`.
 
     Example:
         >>> import torch, blocksparse as bs

@@ -21,12 +21,12 @@ METHODS = ("fixed", "rigl")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The configuration of a GPT."""
+    """Configuration of a GPT."""
 
     width: int = option(256, "Features of a byte's state, a multiple of heads and of blocks; inside a layer 4 times.")
     layers: int = option(4, "Each has attention, and two products with GELU between.")
     heads: int = option(4, "Of the attention of a layer.")
-    context: int = 128  # bytes that are seen at most
+    context: int = 128  # largest number of bytes that a prediction sees
     density: float = option(1.0, "Of the layers' blocks, at least one in each row and column; 1: dense weights.")
     block_size: int = option(32, "Rows and columns of a block.")
     method: str = option(
@@ -50,7 +50,7 @@ class GPTConfig:
 
 
 class Layer(nn.Module):
-    """Causal attention, then two products with GELU between, each added to the state that it read, normalized."""
+    """Causal attention, then two products with GELU between them, each added to its normalized input."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -75,15 +75,15 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores the next byte after each byte of a text, from the last `context` bytes.
+    """Scores of the next byte after each byte of a text, from the last `context` bytes.
 
-    The configuration's seed draws the weights; the global generator is left as it was.
+    The configuration's seed draws the weights, without use of the global generator.
 
-    Shapes: integer bytes `[steps, batch]`, and bytes before them `[before, batch]` or none, to logits
-    `[steps, batch, 256]`, and the bytes that are before what comes next.
+    Shapes: integer bytes `[steps, batch]`, optionally with previous bytes `[before, batch]`, to logits
+    `[steps, batch, 256]` and the previous bytes for the next call.
 
     Raises:
-        BlockSparseError: no integers of these shapes; more bytes at once than `context`.
+        BlockSparseError: the input is not integers of these shapes, or has more than `context` bytes.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ class GPT(nn.Module):
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """How many numbers the GPT of this configuration learns.
+    """Count the parameters of a GPT with this configuration.
 
     >>> from blocksparse_lab.models.gpt import GPTConfig, parameter_count
     >>> parameter_count(GPTConfig(width=768, layers=12, context=1024))
@@ -134,23 +134,23 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def least_parameters(config: GPTConfig) -> float:
-    """A lower bound on the parameters of this configuration's GPT, computed without building it."""
+    """Return a lower bound on a GPT's parameters, without building it."""
     return config.width * (12 * config.layers * config.width * config.density + 512 + config.context)
 
 
 def multiply_adds(config: GPTConfig) -> int:
-    """Multiply-adds per byte: one for each weight of a product, and those of the attention to half of the context."""
+    """Count multiply-adds per byte: one per weight of a product, and the attention to half of the context."""
     return _counts(config)[1] + config.layers * config.context * config.width + 256 * config.width
 
 
 def density(config: GPTConfig) -> float:
-    """The part of the layers' weights that is stored."""
+    """Return the stored fraction of the layers' weights."""
     return _counts(config)[1] / (12 * config.layers * config.width**2)
 
 
 @lru_cache
 def _counts(config: GPTConfig) -> tuple[int, int]:
-    """All parameters, and the stored weights of the layers: both take drawing the layouts."""
+    """Count all parameters, and the stored weights of the layers; both need the drawn layouts."""
     with torch.device("meta"):
         model = GPT(config)
     stored = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)

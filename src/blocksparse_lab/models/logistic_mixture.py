@@ -1,4 +1,4 @@
-"""The discretised mixture of logistic distributions over the 256 levels of each colour of a pixel."""
+"""Discretised mixture of logistic distributions over the 256 levels of each colour of a pixel."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 from blocksparse.errors import BlockSparseError
 
 LEVELS = 256
-# Half the distance of two levels, which are from -1 to 1.
+# Half the distance of two levels; levels are from -1 to 1.
 HALF = 1 / (LEVELS - 1)
 MIN_LOG_SCALE = -7.0
-# Beyond these are the first and the last level, which have all that is below and above them.
+# The first and last level lie beyond these bounds and get all probability below and above.
 EDGE = 0.999
 
 
 def scaled(images: Tensor) -> Tensor:
-    """Levels, uint8, as numbers from -1 to 1."""
+    """Scale uint8 levels to numbers from -1 to 1."""
     return images.float() * (2 * HALF) - 1
 
 
 def levels(x: Tensor) -> Tensor:
-    """The inverse of `scaled`: the nearest levels, uint8."""
+    """Return the nearest uint8 levels, the inverse of `scaled`."""
     return ((x.clamp(-1, 1) + 1) / (2 * HALF)).round().to(torch.uint8)
 
 
 def outputs(channels: int, mixtures: int = 10) -> int:
-    """Numbers that a network gives for each pixel, of 1 or 3 channels.
+    """Return how many numbers a network outputs per pixel of 1 or 3 channels.
 
     >>> from blocksparse_lab.models.logistic_mixture import outputs
     >>> outputs(channels=3), outputs(channels=1)
@@ -41,26 +41,24 @@ def outputs(channels: int, mixtures: int = 10) -> int:
 
 
 def log_prob(x: Tensor, parameters: Tensor) -> Tensor:
-    """The logarithm of the probability of each pixel, in nats.
+    """Return the logarithm of the probability of each pixel, in nats.
 
-    A pixel is of one of the mixture's parts; in it, each colour is logistic about a mean to which the colours before
-    it are added by coefficients: red to green, red and green to blue. The probability of a level is that of the
-    interval about it, of the first and the last one that of all below and above.
+    A pixel belongs to one component of the mixture. In it, each colour is logistic about a mean that depends linearly
+    on the previous colours: green on red, blue on red and green. A level has the probability of the interval around it;
+    the first and last level also have all below and above.
 
     Args:
         x: `[n, channels, height, width]`, levels from -1 to 1 (`scaled`); 1 or 3 channels.
-        parameters: `[n, outputs(channels, mixtures), height, width]`: first the logits of the parts; then for each
-            colour a mean, a log-scale (raised to -7 where it is less) and, of 3 channels, a coefficient before its
-            tanh, each of all parts: those of red are of red on green, of green those of red on blue, of blue those of
-            green on blue.
+        parameters: `[n, outputs(channels, mixtures), height, width]`: the logits of the components, then for each
+            colour means, log-scales (at least -7) and, for 3 channels, coefficients before their tanh. Red's
+            coefficients are those of red for green, green's those of red for blue, blue's those of green for blue.
 
     Returns:
-        `[n, height, width]` in float32, or in float64 where x is.
+        `[n, height, width]` in float32, or in float64 if x is float64.
 
-    The difference of the distribution function at the ends of an interval is computed as
-    sigma(a) sigma(-b) (1 - exp(b - a)), which loses no digits. The original takes the difference itself, and where it
-    is 1e-5 or less the density at the level; with that the probabilities of all levels add up to 1 within 1.5e-5 only
-    (worst at log-scales about -6.9), while these do within rounding.
+    The difference of the distribution function over an interval is computed as sigma(a) sigma(-b) (1 - exp(b - a)),
+    which loses no digits. The original takes the difference, and the density where it is at most 1e-5; then the
+    probabilities of all levels add up to 1 only within 1.5e-5 (worst at log-scales about -6.9), not within rounding.
 
     Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017).
     """
@@ -73,23 +71,22 @@ def log_prob(x: Tensor, parameters: Tensor) -> Tensor:
     off = (x - means) * inverse
     above, below = off + HALF * inverse, off - HALF * inverse
     low, high = F.logsigmoid(above), F.logsigmoid(-below)
-    # Where a scale is beyond all numbers the interval is not, for the sake of the gradient.
+    # If the scale overflows, the interval must not, for the sake of the gradient.
     inner = low + high + torch.log(-torch.expm1(-(2 * HALF * inverse).clamp(min=1e-30)))
     each = torch.where(x < -EDGE, low, torch.where(x > EDGE, high, inner))
     return torch.logsumexp(each.sum(1) + logits.log_softmax(1), 1)
 
 
 def sample(parameters: Tensor, channels: int, generator: torch.Generator | None = None) -> Tensor:
-    """Levels from -1 to 1, `[n, channels, height, width]`, drawn from the mixture of these parameters (as for
-    `log_prob`)."""
+    """Draw levels from -1 to 1, `[n, channels, height, width]`, from the mixture; `parameters` as for `log_prob`."""
     n, _, height, width = parameters.shape
     logits, *others = _parts(parameters.float(), (n, channels, height, width))
 
     def uniform(like: Tensor) -> Tensor:
-        # Neither 0 nor 1, of which the logarithms are infinite.
+        # Avoid 0 and 1, whose logarithms are infinite.
         return torch.rand(like.shape, generator=generator, device=like.device).clamp(1e-5, 1 - 1e-5)
 
-    # The part, by the largest of its logits with Gumbel noise.
+    # Choose the component by its logits with Gumbel noise.
     part = (logits - torch.log(-torch.log(uniform(logits)))).argmax(1, keepdim=True)
     index = part.unsqueeze(1).expand(-1, channels, -1, -1, -1)
     means, log_scales, *rest = (one.gather(2, index) for one in others if one is not None)
@@ -104,7 +101,7 @@ def sample(parameters: Tensor, channels: int, generator: torch.Generator | None 
 
 
 def _parts(parameters: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Logits `[n, mixtures, h, w]`; means, log-scales and coefficients `[n, channels, mixtures, h, w]`."""
+    """Split into logits `[n, mixtures, h, w]` and means, log-scales, coefficients `[n, channels, mixtures, h, w]`."""
     n, channels, height, width = shape
     each = outputs(channels, 1)
     if parameters.dim() != 4 or parameters.shape[1] % each or tuple(parameters.shape[2:]) != (height, width):
@@ -117,6 +114,6 @@ def _parts(parameters: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, 
 
 
 def _mean(means: Tensor, coefficients: Tensor, x: Tensor, colour: int) -> Tensor:
-    """The means of a colour `[n, mixtures, h, w]`, given the colours before it in x, `[n, 3, 1, h, w]`."""
+    """Return the means of a colour `[n, mixtures, h, w]`, given the previous colours in x `[n, 3, 1, h, w]`."""
     before = {0: (), 1: ((0, 0),), 2: ((1, 0), (2, 1))}[colour]  # (coefficient, colour)
     return sum((coefficients[:, c] * x[:, of] for c, of in before), start=means[:, colour])

@@ -32,23 +32,23 @@ INITS = ("he", "xavier", "fan_in", "kaiming")
 
 
 class SparseMLP(nn.Module):
-    """Linear layers with activation and dropout between them, as sparse evolutionary training begins.
+    """Linear layers with activation and dropout between them, as sparse evolutionary training starts.
 
     Args:
-        sizes: features of the input, of each hidden layer, of the output.
-        epsilon: of the Erdos-Renyi layouts: about epsilon (n_in + n_out) blocks in each layer.
-        density: instead, the part of the blocks that a random layout of each layer stores, or a list of them, one
-            for each layer; None for a dense network of torch.nn.Linear.
+        sizes: features of the input, each hidden layer and the output.
+        epsilon: Erdos-Renyi layouts with about epsilon (n_in + n_out) blocks per layer.
+        density: instead, the fraction of blocks of a random layout, or a list with one per layer; None for a dense
+            network of torch.nn.Linear.
         block_size: an int or (rows, columns); 1 for single connections. Sizes are padded inside to whole blocks.
         activation: "all_relu", "relu", "gelu" or "silu".
-        alpha: the slope of All-ReLU.
+        alpha: slope of All-ReLU.
         dropout: of the hidden layers' outputs.
-        init: of the weights: "he", uniform within sqrt(6 / n_in), or "xavier", within sqrt(6 / (n_in + n_out)), where
-            n_in and n_out are those of the dense layer, as in the papers' code, with biases of 0; "fan_in", as
-            `bs.nn.Linear` draws them by the connections that there are; "kaiming", by these too, within
-            sqrt(6 / ((1 + alpha^2) connections)), which keeps the size of the signal, with biases of 0.
+        init: "he", uniform within sqrt(6 / n_in), or "xavier", within sqrt(6 / (n_in + n_out)), with the dense layer's
+            n_in and n_out as in the papers' code, and biases of 0; "fan_in", as `bs.nn.Linear` draws by the number of
+            connections; "kaiming", by the number of connections too, within sqrt(6 / ((1 + alpha^2) connections)),
+            which keeps the size of the signal, and biases of 0.
         seed: of layouts and weights; PyTorch's generators are left alone.
-        layout_seed: of layouts, where nets of several seeds are to begin with the same ones; `seed` unless given.
+        layout_seed: of layouts, to share them between nets of several seeds; `seed` by default.
 
     Shapes: `[..., sizes[0]] -> [..., sizes[-1]]`.
 
@@ -84,7 +84,7 @@ class SparseMLP(nn.Module):
         if init not in INITS:
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
         number("dropout", dropout, 0, below=1)
-        number("alpha", alpha, 0)  # that of activations and weights, whichever need it
+        number("alpha", alpha, 0)  # of activation or weights
         integer("seed", seed, 0, below=2**32)
         of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0, below=2**32)
         layers = len(self.sizes) - 1
@@ -95,7 +95,7 @@ class SparseMLP(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for i, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
-                apart = 1_000_003 * i  # no layer of a seed is one of the next seed
+                apart = 1_000_003 * i  # no layer shares the seed of another net's layer
                 found = _layout((n_out, n_in), epsilon, densities[i], block_size, of_layouts + apart)
                 linear = nn.Linear if found is None else partial(Linear, layout=found)
                 layer = linear(n_in, n_out)
@@ -109,21 +109,21 @@ class SparseMLP(nn.Module):
 
     @property
     def output(self) -> nn.Module:
-        """The last layer, which sparse training leaves as it is: `SET(model, optimizer, skip=model.output)`."""
+        """The last layer, which sparse training must not change: `SET(model, optimizer, skip=model.output)`."""
         return self.layers[-1]
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, activation in zip(self.layers, self.activations, strict=False):
-            x = layer(x)  # by one name, so that what was before it can go
+            x = layer(x)  # reuse the name, so that the input can be freed
             # All-ReLU and dropout in one pass over memory.
             x = self.dropout(x, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(x))
         return self.output(x)
 
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> list[int]:
-        """Takes neurons without incoming connections out of the network; returns the new sizes.
+        """Remove neurons without incoming connections; return the new sizes.
 
-        In evaluation nothing that it computes changes, but for rounding; see `bs.sparsity.compact`. The state dict then
-        fits a model of the new sizes.
+        In evaluation the output changes only by rounding; see `bs.sparsity.compact`. The state dict then fits a model
+        of the new sizes.
         """
         for i, activation in enumerate(self.activations):
             first, second = self.layers[i], self.layers[i + 1]
@@ -144,13 +144,13 @@ def _layout(
     block_size: int | tuple[int, int],
     seed: int,
 ) -> BlockLayout | None:
-    """The layout of a layer; None for a dense one."""
+    """Draw the layout of a layer; None for a dense one."""
     if density is None:
         return None
     block = checked_block(block_size)
     padded = (-(-shape[0] // block[0]) * block[0], -(-shape[1] // block[1]) * block[1])
     if isinstance(density, EllipsisType):
-        erdos_renyi_density(shape, epsilon, block)  # refuses what would be empty
+        erdos_renyi_density(shape, epsilon, block)  # raises if a layer would be empty
         layout = patterns.erdos_renyi(padded, block, epsilon=epsilon, seed=seed)
     else:
         layout = patterns.random(padded, block, density=density, seed=seed)
@@ -161,7 +161,7 @@ def _layout(
 
 @torch.no_grad()
 def _scale(layer: Linear | nn.Linear, by: float) -> None:
-    """Weights as they are drawn by default, within 1 / sqrt(connections), become larger; biases 0."""
+    """Scale default weights, within 1 / sqrt(connections), and set biases to 0."""
     (layer.values if isinstance(layer, Linear) else layer.weight).mul_(by)
     if layer.bias is not None:
         layer.bias.zero_()

@@ -1,4 +1,4 @@
-"""PixelCNN++: an image, pixel by pixel, each from all before it; dense, or sparse in its channels and deeper."""
+"""PixelCNN++: a model of images, pixel by pixel; dense, or sparse in its channels and deeper."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ from blocksparse.nn import Causal2d, Shift2d, WeightNorm, concat_elu, initialise
 
 from . import logistic_mixture
 
-# The layout for a convolution's outputs and inputs.
+# Returns the layout for a convolution's outputs and inputs.
 Layouts = Callable[[int, int], BlockLayout]
-# Called with inputs, outputs, kernel and shift, and `stride` and `scale` by name.
+# Called with inputs, outputs, kernel and shift, and the keywords `stride` and `scale`.
 Conv = Callable[..., nn.Module]
 
 KERNELS = {"down": (2, 3), "down_right": (2, 2)}
 RESOLUTIONS = 3
-# By which height and width are divisible.
+# Height and width must be multiples of it.
 STRIDE = 2 ** (RESOLUTIONS - 1)
 
 
 class PixelCNN(nn.Module):
-    """PixelCNN++: for each pixel the parameters of a mixture of logistics, from the pixels above and to the left of it.
+    """PixelCNN++: parameters of a mixture of logistics for each pixel, from the pixels above and to the left.
 
-    Two streams of gated residual layers, one that sees the rows above and one that sees the row itself too, go down to
-    a quarter of the size and back, with a short-cut from each layer down to its partner on the way up. Weights begin as
-    drawn: `initialise` by a batch before the training, as the paper does.
+    Two streams of gated residual layers, one of the rows above and one of the row itself, go down to a quarter of the
+    size and back up, with a short-cut from each layer down to its partner on the way up. Call `initialise` with a batch
+    before training, as the paper does.
 
     Args:
         filters: channels of all layers.
-        resnets: gated residual layers of each resolution and stream; on the way back there is one more of the second
-            and third.
+        resnets: gated residual layers per resolution and stream; on the way up, the second and third have one more.
         channels: of the images, 1 or 3.
-        mixtures: logistics.
-        dropout: within each gated residual layer.
-        sparse: of the gated residual layers' convolutions: None for dense ones; an int for the number of groups,
-            with a channel shuffle after each convolution; or a function of (out, in) channels that gives a layout.
-        block_size: of groups. None for PyTorch's grouped convolutions and a shuffle channel by channel, which is faster
-            where a group has fewer than 16 channels on a CPU. Else our own, in blocks of that many channels, dealt out
-            to the groups by the layout (`patterns.shuffled_block_diagonal`).
-        depth: times as many gated residual layers. 4 with 4 groups has about the parameters of the dense network.
+        mixtures: logistic distributions.
+        dropout: in each gated residual layer.
+        sparse: for the convolutions of the gated residual layers: None for dense ones; an int, the number of groups,
+            with a channel shuffle after each convolution; or a function from (out, in) channels to a layout.
+        block_size: of groups. None uses PyTorch's grouped convolutions and shuffles single channels, which is faster on
+            a CPU if a group has fewer than 16 channels. An int uses ours, with blocks of this many channels that the
+            layout distributes over the groups (`patterns.shuffled_block_diagonal`).
+        depth: multiplies the gated residual layers. 4, with 4 groups, has about the parameters of the dense network.
 
     Shapes: images `[n, channels, height, width]` from -1 to 1 (`logistic_mixture.scaled`), height and width divisible
     by 4, to `[n, logistic_mixture.outputs(channels, mixtures), height, width]`.
@@ -87,7 +86,7 @@ class PixelCNN(nn.Module):
         self.above = nn.Sequential(dense(channels + 1, filters, (2, 3), "down"), Shift2d("down"))
         self.above_in_row = nn.Sequential(dense(channels + 1, filters, (1, 3), "down"), Shift2d("down"))
         self.left = nn.Sequential(dense(channels + 1, filters, (2, 1), "down_right"), Shift2d("right"))
-        # The way to the lowest resolution, and the way back, on which each layer takes in a state of the way there.
+        # The way down to the lowest resolution, and the way up, whose layers each take a state of the way down.
         there: list[nn.Module] = []
         back: list[nn.Module] = []
         for resolution in range(RESOLUTIONS):
@@ -100,7 +99,7 @@ class PixelCNN(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights again; gains are 1 and biases 0."""
+        """Draw all weights again; set gains to 1 and biases to 0."""
         for module in self.modules():
             if isinstance(module, WeightNorm) and not module.gain.is_meta:
                 inner: Any = module.module
@@ -109,16 +108,16 @@ class PixelCNN(nn.Module):
                 nn.init.zeros_(inner.bias)
 
     def initialise(self, images: Tensor) -> None:
-        """Sets gains and biases from a batch of images: each convolution's output gets mean 0 and deviation 1 (0.1
-        before a gate)."""
+        """Set gains and biases from a batch: each convolution's output gets mean 0 and deviation 1 (0.1 before a
+        gate)."""
         initialise_from_data(self, images)
 
     def forward(self, images: Tensor) -> Tensor:
         self._check(images)
-        # The ones tell the image from the zeros around it.
+        # The channel of ones distinguishes the image from the zeros around it.
         x = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
         if x.device.type == "cpu":
-            # Ours want channels side by side, oneDNN is faster on planes where channels are few.
+            # Our kernels need channels last; oneDNN is faster on planes of few channels.
             x = x.movedim(1, -1).contiguous().movedim(-1, 1) if self.in_blocks else x.contiguous()
         state = _State.of(self.above(x), self.above_in_row(x) + self.left(x))
         states = [state.active]
@@ -139,12 +138,12 @@ class PixelCNN(nn.Module):
             raise BlockSparseError.expected("images", wanted, list(images.shape))
 
     def log_prob(self, images: Tensor) -> Tensor:
-        """The logarithm of the probability of each pixel in nats, `[n, height, width]`."""
+        """Return the logarithm of the probability of each pixel in nats, `[n, height, width]`."""
         return logistic_mixture.log_prob(images, self(images))
 
 
 class _State(NamedTuple):
-    """Both streams, and both after `concat_elu`, which several layers take in."""
+    """Both streams, and both after `concat_elu`, which several layers use."""
 
     u: Tensor
     ul: Tensor
@@ -156,7 +155,7 @@ class _State(NamedTuple):
 
 
 class _Layer(nn.Module):
-    """A gated residual layer of either stream; that of the row takes in what the one above has given."""
+    """A gated residual layer of both streams; the row stream also takes the other's output."""
 
     def __init__(self, conv: Conv, filters: int, dropout: float, others: int):
         super().__init__()
@@ -172,7 +171,7 @@ class _Layer(nn.Module):
 
 
 class _Resize(nn.Module):
-    """Both streams at half the height and width, or at twice of it."""
+    """Both streams at half or twice the height and width."""
 
     def __init__(self, conv: Conv, filters: int):
         super().__init__()
@@ -183,7 +182,7 @@ class _Resize(nn.Module):
 
 
 class GatedResnet(nn.Module):
-    """x + a sigmoid(b), of convolutions of convolutions of x; a 1x1 one takes in `others`, states of its size."""
+    """x + a sigmoid(b), computed by convolutions of x; a 1x1 convolution adds other states of the same size."""
 
     def __init__(self, conv: Conv, shift: str, filters: int, dropout: float, others: int):
         super().__init__()
@@ -193,7 +192,8 @@ class GatedResnet(nn.Module):
         self.second = conv(2 * filters, 2 * filters, KERNELS[shift], shift, scale=0.1)
 
     def forward(self, x: Tensor, active: Tensor, other: Tensor | None = None) -> Tensor:
-        """`active` is x after `concat_elu`, which others need too; `other` the states taken in, after it as well."""
+        """Apply the layer; `active` is concat_elu(x), which others need too, and `other` the states, after
+        concat_elu."""
         y = self.first(active)
         if self.other is not None:
             y = y + self.other(other)
@@ -202,7 +202,7 @@ class GatedResnet(nn.Module):
 
 
 def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None) -> Conv:
-    """Makes weight-normalised causal convolutions, dense or sparse."""
+    """Return a function that builds weight-normalised causal convolutions, dense or sparse."""
     layouts, groups = (sparse, None) if callable(sparse) else (None, sparse)
     if groups is not None and (not is_int(groups) or groups < 1 or filters % groups):
         raise BlockSparseError.expected("sparse", f"groups that divide {filters} filters", repr(groups))
@@ -229,14 +229,14 @@ def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None)
 def _transposed(
     inputs: int, outputs: int, kernel: tuple[int, int], shift: str, stride: int = 1, scale: float = 1.0
 ) -> nn.Module:
-    # For an odd width, as many columns are cut off on either side.
+    # For an odd width, cut the same number of columns on both sides.
     around = (0, kernel[1] // 2) if shift == "down" else (0, 0)
     more = (0, 1) if shift == "down" else (0, 0)
     return WeightNorm(nn.ConvTranspose2d(inputs, outputs, kernel, stride, around, more), scale)
 
 
 def parameter_count(*args: Any, **options: Any) -> int:
-    """How many numbers the PixelCNN of these arguments learns; of the published one:
+    """Count the parameters of a PixelCNN with these arguments, such as the published one's:
 
     >>> from blocksparse_lab.models.pixelcnn import parameter_count
     >>> parameter_count(filters=160, resnets=5)

@@ -13,27 +13,27 @@ from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn.research.circular import circular_pad
 
-# Ways to down-sample, and what images may be padded with then.
+# Ways to downsample, with the paddings that each allows.
 PADDING_MODES = {"stride": ("zeros", "circular"), "aps": ("circular",)}
 
 
 class ResNet(nn.Module):
-    """A residual network: a stem, four stages of two blocks, the mean over space, a linear layer; ResNet-18 by default.
+    """A residual network, by default ResNet-18: stem, stages of residual blocks, mean over space, linear layer.
 
     Args:
         classes: outputs.
         channels: of the images.
-        width: channels of the first stage; each later one has twice those of the one before.
+        width: channels of the first stage; each stage has twice the channels of the previous one.
         blocks: residual blocks of each stage.
-        density: of the channels' blocks in all convolutions but the stem; None for a dense network. A layer has at
-            least a block in each row and column, so that narrow ones are denser.
-        block_size: of channels.
-        downsample: between the stages: "stride", every second pixel; or "aps", `bs.nn.AdaptivePolyphaseDownsample`,
-            with circular padding throughout: a circular shift of the image does not change the output.
-        blur: the size of a low-pass filter before pixels are left out, 1 for none.
-        padding_mode: "zeros" or "circular"; None for the one that the way to down-sample needs.
+        density: of the channel blocks in all convolutions except the stem; None for a dense network. A layer has at
+            least one block per row and column, so narrow layers are denser.
+        block_size: channels of a block.
+        downsample: between stages: "stride", every second pixel; or "aps", `bs.nn.AdaptivePolyphaseDownsample` with
+            circular padding throughout: a circular shift of the image does not change the output.
+        blur: size of a low-pass filter before downsampling; 1 for none.
+        padding_mode: "zeros" or "circular"; None for the one that `downsample` needs.
 
-    Shapes: `[n, channels, height, width]`, both divisible by 2 once for each stage but the first, to `[n, classes]`.
+    Shapes: `[n, channels, height, width]` to `[n, classes]`; height and width are halved between stages.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class ResNet(nn.Module):
         if downsample not in PADDING_MODES:
             raise BlockSparseError.expected("downsample", f"one of {', '.join(PADDING_MODES)}", repr(downsample))
         aps = downsample == "aps"
-        circular = aps or blur > 1  # the filter sees an image that is repeated all around
+        circular = aps or blur > 1  # the filter pads circularly
         padding_mode = padding_mode or ("circular" if circular else "zeros")
         modes = ("circular",) if circular else PADDING_MODES[downsample]
         if padding_mode not in modes:
@@ -93,7 +93,7 @@ class ResNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions and a way around them, which takes the same pixels where halving is adaptive."""
+    """Two 3x3 convolutions and a short-cut around them; adaptive downsampling selects the same pixels for both."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Residual(nn.Module):
         padding_mode: str,
     ):
         super().__init__()
-        sampled = half and (aps or blur > 1)  # by a module of its own, after a convolution of stride 1
+        sampled = half and (aps or blur > 1)  # a separate module after a convolution of stride 1
         stride = 2 if half and not sampled else 1
 
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Module:
@@ -139,7 +139,7 @@ class Residual(nn.Module):
 
 
 class _CircularConv2d(nn.Conv2d):
-    """A dense one without padding of its own, of an image that is repeated all around."""
+    """A dense convolution with circular padding."""
 
     def forward(self, input: Tensor) -> Tensor:
         margin = self.kernel_size[0] // 2

@@ -1,4 +1,4 @@
-"""A classifier of texts: the hidden states of a language model over bytes, pooled over time, and a linear layer."""
+"""A classifier of texts: hidden states of a language model over bytes, pooled over time, and a linear layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from blocksparse.errors import BlockSparseError
 
 from .char_lm import CharLM, CharLMConfig
 
-END = -1  # what stands after the end of a text
+END = -1  # marks positions after the end of a text
 
 
 @dataclass(frozen=True)
 class TextClassifierConfig(CharLMConfig):
-    """The configuration of a TextClassifier: that of its language model, how many classes, the part of the pooled
-    states that dropout leaves out, and what the weights were before, in some words or a digest."""
+    """Configuration of a TextClassifier: a language model's, classes, dropout of the pooled states, and `begun_with`,
+    which identifies the initial weights."""
 
     classes: int = 2
     dropout: float = 0.5
@@ -32,18 +32,18 @@ class TextClassifierConfig(CharLMConfig):
 
 
 class TextClassifier(nn.Module):
-    """Scores the classes of texts by the last, the mean and the largest of the hidden states after their bytes.
+    """Scores of text classes from the last, mean and maximum of the hidden states after each byte.
 
     Args:
         config: the configuration, whose seed draws the language model.
-        reader: a language model that was trained before, which becomes a part of this one and loses its outlet; it has
-            the configuration's sizes.
+        reader: a trained language model of the configuration's sizes; it becomes part of this model and loses its
+            output layer.
         seed: draws the linear layer; by default the configuration's.
 
     Shapes: integer bytes `[texts, time]`, -1 after the end of a text, to logits `[texts, classes]`.
 
     Raises:
-        BlockSparseError: a reader that is part of a classifier; a text without bytes, bytes after its end or above 255.
+        BlockSparseError: `reader` has no output layer; a text has no bytes, bytes after its end, or bytes above 255.
 
     Example:
         >>> import torch
@@ -70,8 +70,8 @@ class TextClassifier(nn.Module):
 
     @classmethod
     def of(cls, reader: CharLM, seed: int | None = None, **options: Any) -> TextClassifier:
-        """A classifier that begins with the weights of a language model, which it takes over; options as of the
-        configuration, seed of the linear layer."""
+        """Build a classifier around a language model, with options of the configuration; `seed` draws the linear
+        layer."""
         return cls(TextClassifierConfig(**asdict(reader.config) | options), reader, seed)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class TextClassifier(nn.Module):
         is_byte = (text != END).T.unsqueeze(-1)
         lengths = is_byte.sum(0)
         y, _ = self.reader.outputs(text.clamp(min=0).T)
-        y = y.to(self.outlet.weight.dtype)  # under autocast; means want more digits
+        y = y.to(self.outlet.weight.dtype)  # means need more digits than autocast's
         last = y.gather(0, (lengths - 1).unsqueeze(0).expand(1, -1, y.shape[-1])).squeeze(0)
         mean = (y * is_byte).sum(0) / lengths
         largest = y.masked_fill(~is_byte, -torch.inf).amax(0)

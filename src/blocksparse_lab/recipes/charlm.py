@@ -1,4 +1,4 @@
-"""Byte-level recurrent language models: the task for the trainer, and models from its checkpoints."""
+"""Byte-level recurrent language models: settings, task, trainer, and models from checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..training.trainer import Trainer, device_of
 
 KIND = "charlm"
 
-# The least length of a stream in an evaluation, if the text has as many bytes: the first bytes of each stream are
-# predicted from little context.
+# Least length of a stream in an evaluation, for texts that are long enough: the first bytes of a stream are predicted
+# from little context.
 EVALUATION_STREAM = 8192
 
 
 @dataclass(frozen=True)
 class CharLMSettings(LanguageSettings):
-    """A recurrent language model and its training; `seq` is the number of bytes of each stream per step."""
+    """A recurrent language model and its training."""
 
     seq: int = option(128, "Bytes of each stream per step.")
     model: CharLMConfig = field(default_factory=CharLMConfig)
@@ -38,19 +38,19 @@ class CharLMSettings(LanguageSettings):
 class CharLMTask(Streams):
     """Truncated backpropagation over streams of a text.
 
-    The state after a chunk, without its gradient, is the one before the next; where a stream begins, or comes to the
-    end of the text and begins again, it is zero.
+    A chunk starts from the state after the previous chunk, detached. At the start of a stream, and at the beginning of
+    the text, the state is zero.
 
     Args:
-        model: a `CharLM`; or any module with its `forward(text, state)` and `initial_state(batch)`.
-        text, batch, seq, evaluated, device: as of `Streams`.
+        model: a `CharLM`, or any module with `forward(text, state)` and `initial_state(batch)`.
+        text, batch, seq, evaluated, device: as for `Streams`.
     """
 
     kind = KIND
 
     def __init__(self, model: nn.Module, text: Text, *sizes: Any, **options: Any):
         super().__init__(model, text, *sizes, **options)
-        # Tensors that stay: a CUDA graph writes the next state into them.
+        # These tensors are reused: a CUDA graph writes the next state into them.
         self._state = self._zeros(self.batch)
 
     def split(self, rank: int, processes: int) -> None:
@@ -61,12 +61,13 @@ class CharLMTask(Streams):
         return tuple(self.model.initial_state(batch))  # type: ignore[operator]
 
     def inputs(self, step: int) -> tuple[Tensor, Tensor]:
-        """The chunk of each stream with the byte after it, `[seq + 1, batch]`, and whether the stream begins there."""
+        """Return each stream's chunk with the byte after it, `[seq + 1, batch]`, and whether the stream starts
+        there."""
         chunk, at = self.chunk(step)
         return chunk, torch.ones_like(at, dtype=torch.bool) if step == 0 else at == 0
 
     def loss_of(self, *inputs: Tensor) -> Tensor:
-        """The cross entropy of `inputs` in nats; the state goes on."""
+        """Return the cross entropy of `inputs` in nats and advance the state."""
         chunk, begins = inputs
         before = tuple(part.masked_fill(begins.view(-1, 1), 0) for part in self._state)
         logits, after = self.model(chunk[:-1], before)
@@ -76,17 +77,17 @@ class CharLMTask(Streams):
         return self.cross_entropy(logits, chunk[1:])
 
     def evaluate(self, model: nn.Module) -> float:
-        """Bits per character of the held-out text, in streams of `EVALUATION_STREAM` bytes or more, from state zero."""
+        """Return bits per character of the held-out text, read in streams of `EVALUATION_STREAM` or more bytes."""
         nats, counts = self.of_streams(model)
         return float(nats.sum() / counts.sum()) * self.per_nat
 
     @torch.no_grad()
     def of_streams(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """The nats of each of these streams, and how many bytes of it are predicted; float64 `[streams]` both."""
+        """Return, for each stream, its nats and the number of predicted bytes, both float64 `[streams]`."""
         predicted = len(self.held_out) - 1
         streams = min(max(1, predicted // EVALUATION_STREAM), 64)
         length = -(-predicted // streams)
-        # The last stream may be shorter: beyond its end nothing is counted.
+        # The last stream may be shorter; targets beyond its end are ignored.
         data = F.pad(self.held_out.long(), (0, streams * length - predicted), value=-1)
         inputs, targets = data[:-1].view(streams, length).T, data[1:].view(streams, length).T
         state, total = self._zeros(streams), torch.zeros(streams, dtype=torch.float64, device=data.device)
@@ -98,7 +99,7 @@ class CharLMTask(Streams):
     def state_dict(self) -> dict[str, Tensor]:
         if self.share == 1:
             return {f"state.{nth}": own for nth, own in enumerate(self._state)}
-        parts = group.all_gather([own.cpu() for own in self._state])  # of all streams
+        parts = group.all_gather([own.cpu() for own in self._state])  # all streams
         return {f"state.{nth}": torch.cat(own, -2) for nth, own in enumerate(zip(*parts, strict=True))}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -108,13 +109,13 @@ class CharLMTask(Streams):
 
 
 def network(config: CharLMConfig) -> CharLM:
-    """The language model, newly drawn."""
+    """Draw the language model."""
     check_room(f"width {config.width:,}, layers {config.layers:,}", least_parameters(config))
     return CharLM(config)
 
 
 def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
-    """Facts on a model and its text, for the run's folder."""
+    """Describe a model and its text for the run's folder."""
     layout = config.layout
     return {
         "text": text,
@@ -137,11 +138,11 @@ def trainer(settings: CharLMSettings, text: Text, run: str | Path) -> Trainer:
 
 
 def load(path: str | Path) -> CharLM:
-    """The language model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any."""
+    """Load the language model of a checkpoint or run folder on the CPU, with mean parameters if there are any."""
 
     def sizes(of: dict[str, Any]) -> tuple[str, ...]:
         return ("width", "embedding", "layers", *(("depth",) if of["cell"] == "smallworld" else ()))
 
-    # The tensors bring the layouts, those of weights that were made block-sparse after the training too.
+    # The tensors bring the layouts, also of weights that became block-sparse after training.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
     return stored.load(path, KIND, "a recurrent language model of bytes", CharLMConfig, CharLM, sizes, empty)

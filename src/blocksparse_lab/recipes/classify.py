@@ -1,4 +1,4 @@
-"""Classifiers of rows, with a topology that changes in training: the task for the trainer."""
+"""Classifiers of rows whose topology changes during training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..training.running_means import follow
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
 
-# Batches that an evaluation joins: without gradients the outputs of two layers are there at a time, not of all.
+# Batches joined in an evaluation, which needs memory for the outputs of two layers, not of all.
 _EVALUATED_AT_ONCE = 2
 
 
 class Data(Protocol):
-    """Rows with a class each: a `data.table.Table`, say; `rows` of them to train on, and `tested` others."""
+    """Labelled rows: `rows` to train on and `tested` held-out ones, such as a `data.table.Table`."""
 
     @property
     def name(self) -> str: ...
@@ -42,21 +42,21 @@ class Data(Protocol):
     @property
     def classes(self) -> tuple[str, ...]: ...
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows to train on, by their numbers, `[n, features]`, and their labels `[n]`."""
+        """Return rows to train on, by index, `[n, features]`, and their labels `[n]`."""
         ...
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The other rows and their labels, in batches."""
+        """Yield the held-out rows and their labels in batches."""
         ...
 
     def digest(self) -> dict[str, Any]:
-        """Identifies the data, ready for JSON."""
+        """Identify the data, ready for JSON."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """When, and how many, neurons are pruned by importance."""
+    """Schedule of importance pruning of neurons."""
 
     importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
     importance_every: int = option(10, "Epochs from one such pruning to the next.")
@@ -71,15 +71,15 @@ class Importance:
 
 @dataclass(frozen=True)
 class Topology(Importance):
-    """How the topology changes while the model is trained; nothing of it changes the output layer.
+    """Schedule of topology changes during training. The output layer never changes.
 
     Args:
-        method: "set", `bs.sparsity.SET` between epochs; "rigl", `bs.sparsity.RigL` every `every` steps, until three
-            quarters of the steps; or "none".
-        zeta, evolve_every, regrow: of "set"; epochs from one evolution to the next, first values of new connections.
-        elastic: of "set": zeta halves after 9/16 of the epochs, and after 3/4 of them the topology stays, as in the
-            elastic mutation of MEST (Yuan et al. 2021, by its code, which drops by magnitude alone).
-        fraction, every: of "rigl", its alpha, and the steps from one change to the next.
+        method: "set" for `bs.sparsity.SET` between epochs, "rigl" for `bs.sparsity.RigL` every `every` steps during the
+            first three quarters of the steps, or "none".
+        zeta, evolve_every, regrow: SET's fraction, epochs between evolutions, and initial values of new connections.
+        elastic: SET's zeta halves after 9/16 of the epochs and is 0 after 3/4, as in MEST's elastic mutation (Yuan et
+            al. 2021; by its code, which drops by magnitude alone).
+        fraction, every: RigL's alpha, and steps between changes.
     """
 
     method: str = "none"
@@ -96,7 +96,7 @@ class Topology(Importance):
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
 
     def about(self) -> dict[str, Any]:
-        """The settings that have an effect, ready for JSON."""
+        """Return the settings that have an effect, ready for JSON."""
         used = {
             "set": ("method", "zeta", "evolve_every", "regrow", *(["elastic"] if self.elastic else [])),
             "rigl": ("method", "fraction", "every"),
@@ -108,19 +108,19 @@ class Topology(Importance):
 
 
 class ClassifyTask(EpochTask):
-    """Cross entropy on batches of rows, in another order in each epoch; the held-out figure is the error in %.
+    """Cross entropy on batches of rows in a new order per epoch; the held-out figure is the error in %.
 
-    Between two epochs, and so after the evaluation at the end of one, the topology is pruned, then evolved; after the
-    last one nothing changes, as in the papers.
+    The topology is pruned and then evolved between epochs, and so after the evaluation of an epoch. It does not change
+    after the last epoch, as in the papers.
 
     Args:
-        model: `[n, features] -> [n, classes]`; `output` is the layer whose topology is left as it is.
+        model: `[n, features] -> [n, classes]`; the topology of its layer `output` never changes.
         data: to train and to evaluate on.
-        epochs: of the run, whose settings have `steps` of this task.
-        batch: rows of a step.
-        topology: how it changes.
-        about: what the model is, ready for JSON.
-        penalty: added to the loss.
+        epochs: of the run; its settings have the `steps` of this task.
+        batch: rows per step.
+        topology: schedule of changes.
+        about: describes the model, ready for JSON.
+        penalty: returns a term to add to the loss.
     """
 
     unit = "% test error"
@@ -149,7 +149,7 @@ class ClassifyTask(EpochTask):
         self._digest = data.digest()
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
-        """Makes the methods: momentum and running means follow the connections."""
+        """Build the sparsity methods; momentum and running means follow moved connections."""
         t = self.topology
         how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": follow(self.model, ema)}
         self.methods = {}
@@ -173,7 +173,7 @@ class ClassifyTask(EpochTask):
             self._change("importance", "set")
 
     def _mutate_less(self, method: SET, trained: float) -> None:
-        """MEST's elastic mutation, by the part of the steps that is over: 90 and 120 of 160 epochs there."""
+        """Apply MEST's elastic mutation for the fraction of steps done: 90 and 120 of its 160 epochs."""
         method.zeta = self.topology.zeta * (1 if trained < 9 / 16 else 0.5 if trained < 3 / 4 else 0)
 
     def after_update(self) -> None:
@@ -185,17 +185,17 @@ class ClassifyTask(EpochTask):
                 self.methods[name].step()
 
     def loss(self, step: int) -> Tensor:
-        """The cross entropy of a step in nats, and the penalty."""
+        """Return the cross entropy of a step in nats, plus the penalty."""
         rows, labels = (tensor.to(self.device) for tensor in self.take(step))
         loss = F.cross_entropy(self.model(rows).float(), labels)
         return loss if self.penalty is None else loss + self.penalty()
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
-        """A step's rows and their labels, on the CPU."""
+        """Return a step's rows and labels, on the CPU."""
         return self.data.take(self.rows_of(step))
 
     def evaluate(self, model: nn.Module) -> float:
-        """The part of the held-out rows that are put in the wrong class, in %."""
+        """Return the error rate on the held-out rows in %."""
         wrong, count = 0, 0
         for rows, labels in self.data.held_out(_EVALUATED_AT_ONCE * self.batch):
             found = model(rows.to(self.device)).argmax(1).cpu()

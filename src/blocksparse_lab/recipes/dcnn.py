@@ -24,12 +24,12 @@ HOPS = 2
 
 @dataclass(frozen=True)
 class DCNNSettings(EpochSettings):
-    """The published training; transitions up to `threshold` are left out, or with `at_random` that many bytes of random
-    edges."""
+    """Published training without transitions up to `threshold`. With `at_random`, random edges are dropped instead,
+    until the rest needs the same memory."""
 
     threshold: float = 0.0
     at_random: bool = False
-    # On the third of Cora for validation the error is lowest after 8 to 20 epochs, and then rises slowly.
+    # On the validation third of Cora, the error is lowest after 8 to 20 epochs and then rises slowly.
     epochs: int = 15
     batch: int = 100
     learning_rate: float = 0.05
@@ -39,8 +39,10 @@ class DCNNSettings(EpochSettings):
 
 
 def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
-    """Two random thirds of a graph's nodes, to train on and to test on; a row is all that a node sees. The third left
-    is to choose settings with."""
+    """Return random thirds of a graph's nodes to train and to test on; a row is all that a node sees.
+
+    The last third is for validation.
+    """
     rows = diffusion(graph.features).flatten(1)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows)))
     train, _, test = (part.sort().values for part in order.tensor_split(3))
@@ -73,7 +75,7 @@ def trainer(settings: DCNNSettings, graph: Graph, run: str | Path) -> Trainer:
 
 
 def drawn(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
-    """Over edges of a graph drawn at random, as many of its 500ths as fit, with their powers, into `nbytes`."""
+    """Return the diffusion over the most random edges (in steps of a 500th) whose powers fit into `nbytes`."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(graph.edges.shape[1]))
 
     def of(edges: int) -> Diffusion:
@@ -87,7 +89,7 @@ def drawn(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
 def growth(
     nodes: tuple[int, ...] = (1_000, 10_000, 100_000), m: int = 4, threshold: float = 0.05, seed: int = 0
 ) -> list[tuple[int, int, int]]:
-    """(nodes, entries of P and P^2, bytes of them) for Barabasi-Albert graphs, which have ever larger hubs.
+    """Return (nodes, entries of P and P^2, their bytes) for Barabasi-Albert graphs, whose hubs grow with their size.
 
     >>> from blocksparse_lab.recipes import dcnn
     >>> per_node = [entries / n for n, entries, _ in dcnn.growth((500, 2000))]

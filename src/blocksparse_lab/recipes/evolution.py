@@ -1,4 +1,4 @@
-"""How the topology of a net evolves while it is trained: some runs on handwritten digits, each epoch recorded."""
+"""Record how a net's topology evolves while it is trained on handwritten digits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Evolution:
-    """What `evolve` recorded: of each moment its epoch and its run, and the errors of each run in percent."""
+    """Trajectory of several runs: epoch and run of each moment, and each run's error."""
 
     trajectory: Trajectory
     """Its labels are the epochs, those of one run after those of another."""
@@ -34,10 +34,10 @@ class Evolution:
 
 
 def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) -> Evolution:
-    """Trains sparse MLPs by sparse evolutionary training (SET) on scikit-learn's 1,797 digits of 8 x 8 pixels.
+    """Train sparse MLPs by sparse evolutionary training (SET) on scikit-learn's 1,797 digits of 8 x 8 pixels.
 
-    After each epoch a part zeta of the connections, the weakest, move. The first two runs begin with the same
-    connections, and draw different ones later; the others begin with their own.
+    After each epoch the weakest fraction `zeta` of the connections moves. The first two runs start with the same
+    connections and draw different ones later; each other run starts with its own.
 
     Source: Liu, van der Lee, Yaman, Atashgahi, Ferraro, Sokar, Pechenizkiy, Mocanu, Topological insights into sparse
     neural networks (2020).
@@ -53,8 +53,8 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
     data = Table("digits", x[train], y[train], x[test], y[test], tuple("0123456789"))
     trajectory, names, errors = Trajectory(), [], []
     for run in range(runs):
-        model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=seed + max(run - 1, 0))  # the same for the first two
-        # The connections move before the first step of an epoch, and so for the last time in that of one more.
+        model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=seed + max(run - 1, 0))  # the first two runs share a seed
+        # Connections move before the first step of an epoch, so the last change needs one more epoch.
         task = ClassifyTask(model, data, epochs + 1, BATCH, Topology("set", zeta=zeta), seed + 1000 + run)
         settings = EpochSettings(
             epochs=epochs + 1, batch=BATCH, learning_rate=0.05, decay="none", clip=0.0, optimizer="sgd", seed=seed
@@ -72,7 +72,7 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
 
 
 class _Recorder(Callback):
-    """Records the model at the beginning, and after each change of its connections."""
+    """Records the model at the start and after each change of its connections."""
 
     def __init__(self, task: ClassifyTask, trajectory: Trajectory):
         self.task, self.trajectory = task, trajectory

@@ -1,4 +1,4 @@
-"""The example of the 2017 library's README, on torch tensors, checked against the dense product."""
+"""The example of the 2017 library's README on torch tensors, checked against the dense product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blocksparse.measure import Samples, alternate
 
 @dataclass(frozen=True)
 class Example:
-    """The result: sizes, errors against the dense float64 product, and the times of "block-sparse" and "dense"."""
+    """Sizes, errors against the dense float64 product, and times of "block-sparse" and "dense"."""
 
     hidden: int
     block: int
@@ -29,7 +29,7 @@ class Example:
 def run(
     hidden: int = 4096, block: int = 32, batch: int = 64, *, seed: int = 0, rounds: int = 21, budget: float = 2.0
 ) -> Example:
-    """`y = bsmm(x, w)` for a random 0/1 pattern, about half of the blocks, in float32.
+    """Compute `y = bsmm(x, w)` in float32 for a random 0/1 pattern of about half of the blocks.
 
     >>> from blocksparse_lab.recipes import example_2017
     >>> example_2017.run(hidden=64, block=16, batch=8, rounds=2, budget=0.1).relative_error < 2e-6

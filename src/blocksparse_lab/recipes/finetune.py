@@ -1,4 +1,4 @@
-"""A language model of bytes, trained further to tell two classes of texts apart: end to end, not by a probe."""
+"""Fine-tune a language model of bytes end to end to classify texts."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class FinetuneSettings(EpochSettings):
 
 
 class TextRows:
-    """Texts for `ClassifyTask`: bytes `[n, time]`, as `encode` gives them, the last `longest` of each; held
-    out is the validation part."""
+    """Texts for `ClassifyTask`: the last `longest` bytes of each, `[n, time]`; the validation part is held out."""
 
     def __init__(self, splits: Splits, longest: int):
         self._splits, self.name, self.classes = splits, splits.name, splits.classes
@@ -68,14 +67,14 @@ class TextRows:
 
 
 def in_batches(some: Labelled, longest: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Texts of about the same length together, so that little is read beyond an end, and their labels."""
+    """Yield texts of similar length together, to avoid padding, with their labels."""
     order = sorted(range(len(some)), key=lambda row: len(some.texts[row]))
     for start in range(0, len(order), batch):
         yield padded(some.take(order[start : start + batch]), longest)
 
 
 def padded(some: Labelled, longest: int) -> tuple[Tensor, Tensor]:
-    """The last bytes of texts, `[texts, time]`, and their labels."""
+    """Return the last bytes of texts, `[texts, time]`, and their labels."""
     data = [np.frombuffer(encode(text)[-longest:], np.uint8) for text in some.texts]
     found = np.full((len(data), max(map(len, data))), END, np.int64)
     for row, one in zip(found, data, strict=True):
@@ -90,11 +89,11 @@ def trainer(
     settings: FinetuneSettings | None = None,
     begun_with: str = "",
 ) -> Trainer:
-    """A classifier that begins with a language model's weights, ready to be trained in a folder.
+    """Return a trainer of a classifier that starts with a language model's weights.
 
     Args:
-        reader: the language model, which becomes a part of the classifier, in float32.
-        begun_with: what its weights are; a run goes on only with the same.
+        reader: the language model; it becomes a part of the classifier, in float32.
+        begun_with: identifies its weights; a run resumes only with the same ones.
     """
     s = settings or FinetuneSettings()
     model = TextClassifier.of(reader.float(), s.seed, dropout=s.dropout, begun_with=begun_with)
@@ -110,9 +109,9 @@ def trainer(
 
 
 def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Progress | None = None) -> float:
-    """The part of the test texts that a finished run puts in the wrong class, in %; kept in the run as `tested.json`.
+    """Return the error rate of a finished run on the test part in %, and save it in the run as `tested.json`.
 
-    The training evaluates on the validation part, by which settings are chosen.
+    Training evaluates on the validation part, by which settings are chosen.
     """
     wrong, count = 0, 0
     model = load(run).to(device_of(device))
@@ -129,7 +128,7 @@ def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Pro
 
 
 def load(path: str | Path) -> TextClassifier:
-    """The classifier of a checkpoint, or of a run's folder, on the CPU."""
+    """Load the classifier of a checkpoint or run folder on the CPU."""
 
     def sizes(of: dict[str, Any]) -> tuple[str, ...]:
         return ("width", "embedding", "layers", "classes", *(("depth",) if of["cell"] == "smallworld" else ()))

@@ -1,4 +1,4 @@
-"""How long the cells of a recurrent language model keep what came before."""
+"""Measure how long the cells of a recurrent language model keep information."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from torch import Tensor
 
 from blocksparse.errors import BlockSparseError
 
-# Bytes that are read before texts that differ become the same, and after it; and pairs of such texts.
+# Bytes read before two different texts become the same, bytes read after that, and pairs of such texts.
 BEFORE, AFTER, PAIRS = 1024, 64, 64
 
-# Beyond it tanh is within half a percent of 1, and hardly tells one value from another.
+# Beyond it, tanh is within 0.5 % of 1 and hardly distinguishes values.
 SATURATED = 3.0
 
 
 @torch.inference_mode()
 def forgetting(model: Any, text: Tensor) -> dict[str, float]:
-    """What two texts leave in the cells of a model after both went on with the same 64 bytes.
+    """Measure which cells still differ after two different texts continue with the same 64 bytes.
 
-    Each pair is of two parts of the text, 1,024 bytes each, after which both read a third. Of each cell, the
-    difference within the pairs is measured before and after those 64 bytes, as a root mean square over the pairs, of
-    which there are 64, or as many as the text has.
+    A pair has two passages of 1,024 bytes, after which both continue with a third passage. For each cell, the
+    root-mean-square difference over up to 64 pairs is measured before and after these 64 bytes.
 
     Args:
-        model: one of `text_features.features`, with `outputs`.
-        text: integer bytes `[length]`, 2,112 or more.
+        model: as for `text_features.features`, with `outputs`.
+        text: integer bytes `[length]`, at least 2,112.
 
     Returns:
-        "kept": the part of the cells that keep half of the difference or more; "saturated": the part of their values,
-        then, beyond 3 or -3, where tanh, by which the hidden state sees a cell, hardly differs.
+        "kept", the fraction of cells that keep at least half of the difference, and "saturated", the fraction of their
+            values beyond 3 or -3, where tanh, by which the hidden state sees a cell, hardly changes.
 
     Raises:
-        BlockSparseError: a text that is too short, or of parts that do not differ.
+        BlockSparseError: the text is too short, or its passages do not differ.
     """
     of_a_pair = 2 * BEFORE + AFTER
     pairs = min(PAIRS, len(text) // of_a_pair)

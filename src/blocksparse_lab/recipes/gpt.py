@@ -1,4 +1,4 @@
-"""Byte-level transformers: the task for the trainer, and models from its checkpoints."""
+"""Byte-level transformers: settings, task, trainer, and models from checkpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..training.streams import LanguageSettings, Streams
 from ..training.trainer import Trainer, device_of
 
 KIND = "gpt"
-EVERY, FRACTION = 100, 0.3  # of RigL: steps from one change to the next, and the part of the blocks that goes at first
-AT_ONCE = 4096  # bytes of an evaluation's windows side by side, if a step has not more
+EVERY, FRACTION = 100, 0.3  # RigL: steps between changes, and initial fraction of moved blocks
+AT_ONCE = 4096  # bytes of an evaluation's batch, unless a step has more
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class GPTSettings(LanguageSettings):
 
 
 class GPTTask(Streams):
-    """Streams of a text, of which each chunk is seen by itself.
+    """Independent chunks of the streams of a text.
 
     Args:
-        model: a `GPT`, or one that was made sparse; its context is the length of a chunk.
-        steps: of the run; the blocks of "rigl" move in the first three quarters.
-        text, batch, evaluated, device: as of `Streams`.
+        model: a `GPT`, possibly made sparse; its context is the length of a chunk.
+        steps: of the run; blocks of "rigl" move in its first three quarters.
+        text, batch, evaluated, device: as for `Streams`.
     """
 
     kind = KIND
@@ -59,7 +59,7 @@ class GPTTask(Streams):
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         if self.model.config.method == "rigl":
-            every = max(1, min(EVERY, self._end // 10))  # in short runs too there are some changes
+            every = max(1, min(EVERY, self._end // 10))  # so that short runs have changes too
             change = follow(self.model, ema)
             self._method = RigL(self.model, optimizer, self._end, every=every, alpha=FRACTION, on_layout_change=change)
 
@@ -68,19 +68,19 @@ class GPTTask(Streams):
             self._method.step()
 
     def inputs(self, step: int) -> tuple[Tensor, ...] | None:
-        """The chunk of a step; None while blocks move, which a CUDA graph would not see."""
+        """Return the chunk of a step; None while blocks move, which a CUDA graph would not see."""
         return (self.chunk(step)[0],) if self.model.config.method == "fixed" else None
 
     def loss(self, step: int) -> Tensor:
         return self.loss_of(self.chunk(step)[0])
 
     def loss_of(self, *inputs: Tensor) -> Tensor:
-        """The cross entropy of a chunk in nats."""
+        """Return the cross entropy of a chunk in nats."""
         (chunk,) = inputs
         return self.cross_entropy(self.model(chunk[:-1])[0], chunk[1:])
 
     def evaluate(self, model: nn.Module) -> float:
-        """Bits per character of the held-out text, of each byte from half a context before it or more, if there is."""
+        """Return bits per character of the held-out text; each byte sees at least half a context, if there is one."""
         context = self.seq
         step = max(1, context // 2)
         predicted = len(self.held_out) - 1
@@ -88,7 +88,7 @@ class GPTTask(Streams):
         length = context + (windows - 1) * step
         data = F.pad(self.held_out.long(), (0, length - predicted), value=-1)
         inputs, targets = data[:-1].unfold(0, context, step), data[1:].unfold(0, context, step).clone()
-        targets[1:, : context - step] = -1  # which the window before has predicted
+        targets[1:, : context - step] = -1  # predicted by the previous window
         total = torch.zeros((), dtype=torch.float64, device=data.device)
         at_once = max(self.batch, AT_ONCE // context)
         for text, target in zip(inputs.split(at_once), targets.split(at_once), strict=True):
@@ -105,13 +105,13 @@ class GPTTask(Streams):
 
 
 def network(config: GPTConfig) -> GPT:
-    """The transformer, newly drawn."""
+    """Draw the transformer."""
     check_room(f"width {config.width:,}, layers {config.layers:,}", least_parameters(config))
     return GPT(config)
 
 
 def facts(config: GPTConfig, text: str) -> dict[str, Any]:
-    """Facts on a model and its text, for the run's folder."""
+    """Describe a model and its text for the run's folder."""
     return {
         "text": text,
         "parameters": parameter_count(config),
@@ -128,7 +128,7 @@ def trainer(settings: GPTSettings, text: Text, run: str | Path) -> Trainer:
 
 
 def load(path: str | Path) -> GPT:
-    """The transformer of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any."""
+    """Load the transformer of a checkpoint or run folder on the CPU, with mean parameters if there are any."""
     empty = {"density": 1.0, "method": "fixed"}
     sizes = ("width", "layers", "heads", "context")
     return stored.load(path, KIND, "a transformer of bytes", GPTConfig, GPT, lambda _: sizes, empty)

@@ -1,4 +1,4 @@
-"""Byte-level language models of any kind: from their checkpoints, and the text that they write."""
+"""Load byte-level language models of any kind, and sample text from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import charlm, gpt
 
 
 def load(path: str | Path) -> CharLM | GPT:
-    """The language model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any."""
+    """Load the language model of a checkpoint or run folder on the CPU, with mean parameters if there are any."""
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
     transformer = checkpoint.task_of(checkpoint.about(path)).get("kind") == gpt.KIND
@@ -29,13 +29,13 @@ def load(path: str | Path) -> CharLM | GPT:
 def sample(
     model: nn.Module, prompt: bytes, length: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
 ) -> Iterator[bytes]:
-    """Generates `length` bytes after a prompt, one by one.
+    """Generate `length` bytes after a prompt, one by one.
 
     Args:
-        model: a `CharLM` or a `GPT`; the latter sees the end of what is longer than its context.
-        prompt: what comes before; a newline where it is empty.
-        temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
-        top_k: only the k likeliest bytes are drawn.
+        model: a `CharLM` or a `GPT`; a `GPT` sees the last `context` bytes.
+        prompt: the text before; if empty, a newline.
+        temperature: below 1 prefers likely bytes; 0 takes the likeliest byte.
+        top_k: draw only from the k likeliest bytes.
     """
     if not 0 <= temperature < math.inf:
         raise BlockSparseError.expected("temperature", "a number, not negative", temperature)
@@ -67,7 +67,7 @@ def _sample(
             if temperature == 0:
                 byte = int(scores.argmax())
             else:
-                # Less the largest, so that no temperature makes it infinite.
+                # Subtract the maximum, so that no temperature overflows.
                 odds = ((scores - scores.max()) / temperature).softmax(0)
                 byte = int(torch.multinomial(odds, 1, generator=generator))
         text = torch.tensor([[byte]], device=device)

@@ -1,4 +1,4 @@
-"""The layouts of training runs, out of their checkpoints, and how far they are from each other."""
+"""Read layouts of training runs from checkpoints, and compute distances between them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from blocksparse.topology.nnstd import Layer, layers_of, nnstd
 
 from . import charlm, classify, gpt, language_model
 
-LARGEST = 5_000  # blocks of a layer's outputs: to match more takes minutes and gigabytes
+LARGEST = 5_000  # output blocks of a layer; matching more takes minutes and gigabytes
 
 
 @dataclass(frozen=True)
 class RunLayouts:
-    """The block-sparse weights of a run, by name; where each layer feeds the next one (`fed`), nets are compared as
-    wholes."""
+    """Block-sparse weights of a run, by name. If each layer feeds the next (`fed`), whole nets are compared."""
 
     name: str
     layers: dict[str, Layer]
@@ -34,7 +33,7 @@ class RunLayouts:
 
 
 def read(run: str | Path) -> RunLayouts:
-    """The layouts of a run as its newest checkpoint has them; a dense one has none."""
+    """Read the layouts of a run's newest checkpoint; a dense run has none."""
     path = Path(run) / "last.safetensors"
     name = Path(run).resolve().name
     with checkpoint.opened(path) as (tensors, about):
@@ -44,7 +43,7 @@ def read(run: str | Path) -> RunLayouts:
             sizes = model.get("sizes") if isinstance(model, dict) else None
             if not isinstance(sizes, list) or not sizes:
                 raise BlockSparseError.expected(str(path), "the sizes of its layers", f"{model!r:.200}")
-            # With a connection for every few inputs there are more bytes than inputs.
+            # A layer with a connection for every few inputs has more bytes than inputs.
             most = sum(tensor.nbytes for tensor in tensors.values())
             features = integer(f"{path}, its inputs", sizes[0], 1, most + 1, "what its tensors have bytes for")
             return RunLayouts(name, _perceptron(path, part(tensors, "model."), features), fed=True)
@@ -57,7 +56,7 @@ def read(run: str | Path) -> RunLayouts:
 
 
 def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], list[str]]:
-    """The sparse topology distances of runs, None where two cannot be compared, and why, each reason once."""
+    """Return the sparse topology distances of runs, None for pairs that cannot be compared, and the reasons."""
     found: list[list[float | None]] = [[None] * len(nets) for _ in nets]
     refused = {net.name: reason for net in nets if (reason := _refusal(net))}
     reasons = [f"{name}: {reason}" for name, reason in refused.items()]
@@ -73,7 +72,7 @@ def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], lis
 
 
 def _refusal(net: RunLayouts) -> str:
-    """The reason why a net cannot be compared, or nothing."""
+    """Return why a net cannot be compared, or ""."""
     most = max((layer.layout.grid[0] for layer in net.layers.values()), default=0)
     if most > LARGEST:
         return f"a layer of {most:,} blocks of outputs, more than {LARGEST:,}"
@@ -89,7 +88,7 @@ def _distance(a: RunLayouts, b: RunLayouts) -> float:
 
 
 def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[str, Layer]:
-    """The layers of a `SparseMLP`, whose sizes pruning may have changed: they are those of its biases."""
+    """Return the layers of a `SparseMLP`; pruning may have changed their sizes, which are those of the biases."""
     layers: dict[str, Layer] = {}
     names = {found[0] for name in tensors if (found := re.match(r"layers\.\d{1,9}(?=\.)", name))}
     for name in sorted(names, key=_number):

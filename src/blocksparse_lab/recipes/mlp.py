@@ -1,4 +1,4 @@
-"""Truly sparse MLPs on tables: the papers' recipes by the name of the data."""
+"""Truly sparse MLPs on tables, with the papers' settings by the name of the data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..training.trainer import Trainer, device_of
 from .classify import ClassifyTask, Data, Importance, Topology
 
 METHODS = ("set", "fixed", "rigl", "dense", "2:4")
-_DENSE = ("dense", "2:4")  # what they store
+_DENSE = ("dense", "2:4")  # methods that store dense weights
 
-# Steps between checkpoints at least; epochs of a small table are a few steps.
+# Least number of steps between checkpoints: an epoch of a small table has few steps.
 SAVE_EVERY = 500
 
 
@@ -53,7 +53,7 @@ class MLPSettings(Importance, EpochSettings):
     batch: int = option(128, "Rows per step.")
     clip: float = option(0.0, "Clip the gradient at this norm; 0: never.")
     layout_seed: int | None = option(None, "Seed of the initial layouts, to share them between runs of other seeds.")
-    init: str = "he"  # of the weights, as `SparseMLP` names it
+    init: str = "he"  # as for `SparseMLP`
     decay: str = "none"
     optimizer: str = "sgd"
 
@@ -71,21 +71,21 @@ class MLPSettings(Importance, EpochSettings):
 
 OF_SET = "zeta", "evolve_every", "regrow", "elastic"
 
-# Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
-# at 0. Random values disturb what is trained already: on Higgs, SET was worse with them than no evolution at all.
+# Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code, except that new connections
+# start at 0. Random values disturb trained weights: on Higgs, SET with them was worse than no evolution.
 RECIPES = {
     "fashion_mnist": MLPSettings(),
     "cifar10": MLPSettings(hidden=(4000, 1000, 4000), alpha=0.75, epochs=1000),
-    # Epsilon is ours, the largest whole one with fewer than 5 % of the dense net's weights.
+    # Epsilon is ours: the largest integer with fewer than 5 % of the dense net's weights.
     "madelon": MLPSettings(hidden=(400, 100, 400), epsilon=6, alpha=0.5),
     "higgs": MLPSettings(epsilon=10, alpha=0.05),
 }
-# A row of it has megabytes of activations. With weights drawn for millions of inputs, of which there are two, nothing
-# of the input would reach the output: they are drawn by the connections that there are. Of a slope of 0.6 hardly more
-# than the size of an input would come through, as neurons have one or two inputs; dropout would take most away.
+# A row of this net has megabytes of activations. A neuron has one or two inputs: weights drawn for millions of inputs
+# would pass nothing to the output, so they are drawn by the actual connections. A slope of 0.6 would pass little more
+# than the size of an input, and dropout would remove most of it.
 EXTREME = MLPSettings(epsilon=1, epochs=2, batch=4, alpha=0.05, dropout=0.0, init="kaiming", decay="linear")
 EXTREME_FEATURES, EXTREME_CARRIERS, EXTREME_LAYERS = 65_536, 512, 4
-# The output sums over the last hidden layer: a step moves it as far as the learning rate times that layer's width.
+# The output sums over the last hidden layer: a step moves it by the learning rate times that layer's width.
 EXTREME_RATE = 20.0
 
 
@@ -105,7 +105,7 @@ def recipe_for(name: str, rows: int | None = None) -> MLPSettings:
 
 
 def check_used(given: Iterable[str], method: str) -> None:
-    """Refuses fields of a recipe that have no effect with a method.
+    """Raise if a field of the settings has no effect with a method.
 
     >>> from blocksparse_lab.recipes.mlp import check_used
     >>> check_used(["zeta", "alpha"], "fixed")
@@ -121,7 +121,7 @@ def check_used(given: Iterable[str], method: str) -> None:
 
 
 def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
-    """The hidden layers of a net with 65,536 inputs and about `neurons` in all, inputs and outputs included.
+    """Return the hidden layers of a net with 65,536 inputs and about `neurons`, inputs and outputs included.
 
     >>> from blocksparse_lab.recipes.mlp import extreme_hidden
     >>> extreme_hidden(1_065_538)       # as published
@@ -141,7 +141,7 @@ def extreme(neurons: int) -> MLPSettings:
 
 
 def extreme_data(rows: int, tested: int, seed: int = 0) -> Synthetic:
-    """Rows for such nets: noise, and the class in 512 of the inputs, with two standard deviations of the noise."""
+    """Return noise whose class shifts 512 of the inputs by two standard deviations."""
     return Synthetic(EXTREME_FEATURES, rows, tested, seed, carriers=EXTREME_CARRIERS, strength=2.0)
 
 
@@ -182,8 +182,7 @@ def network(settings: MLPSettings, data: Data) -> SparseMLP:
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Size of a network: `connections` are the weights in products, `density` is that of all layers together, and
-    `stored_bytes` counts parameters and layouts."""
+    """Size of a network. `connections` are the weights in products, `stored_bytes` counts parameters and layouts."""
 
     neurons: int
     connections: int
@@ -213,7 +212,7 @@ def _connections(layer: nn.Module) -> int:
 
 
 def _weight(layer: Any) -> Tensor:
-    """The numbers that it stores, or all of a dense one."""
+    """Return the stored weights of a layer, or all weights of a dense one."""
     weight: Tensor = layer.values if isinstance(layer, Linear) else layer.weight
     return weight
 

@@ -1,4 +1,4 @@
-"""Trains next-byte models side by side, on the same batches in the same order."""
+"""Train next-byte models side by side, on the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..data.text import Text, windows
 from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
 from ..training.trainer import Callback, Settings, Task, Trainer
 
-# The best for each: half of it and twice of it are worse. A smaller fan-in takes a higher rate, as theory has it.
+# Half and twice these rates are worse. A smaller fan-in needs a higher rate, as theory predicts.
 LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
 
 
 @dataclass(frozen=True)
 class RaceSettings(Settings):
-    """How to train each model, which sees `context` bytes: `batch` windows per step, `probe` per evaluation, and no
-    longer than these seconds."""
+    """Settings of a race: models see `context` bytes, `batch` windows per step and `probe` per evaluation, for at most
+    `seconds`."""
 
     steps: int = 1600
     warmup: int = 50
@@ -47,7 +47,7 @@ class RaceSettings(Settings):
 
 
 class NextByteTask(Task):
-    """The cross entropy of the byte after windows of a text, drawn as the seed and the step determine."""
+    """Cross entropy of the byte after random windows of a text, determined by seed and step."""
 
     unit = "bits per byte"
     per_nat = 1 / math.log(2)
@@ -72,7 +72,7 @@ class NextByteTask(Task):
 
 @dataclass
 class Curve(Callback):
-    """The record of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
+    """Record of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
 
     bits: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -92,15 +92,15 @@ class Curve(Callback):
 
 
 class Race:
-    """Models in training side by side, a step of one after a step of the other, so that load affects all equally.
+    """Models that train side by side, one step each in turn, so that load affects all equally.
 
     Args:
         models: by name.
-        learning_rates: the highest rate of each, by the same names.
-        text: what to train and evaluate on.
-        settings: how.
+        learning_rates: highest rate of each model, by name.
+        text: to train and to evaluate on.
+        settings: shared by all.
 
-    The curves are up to date after each step of `run`, which can be left at any time.
+    The curves are up to date after each step of `run`, which a caller may leave at any time.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Race:
 
     @property
     def steps(self) -> int:
-        """The steps that every model has done."""
+        """Steps that every model has done."""
         return min(len(curve.bits) for curve in self.curves.values())
 
     def run(self) -> Iterator[int]:
-        """Trains; yields the number of steps done after each."""
+        """Train; yield the number of steps done after each."""
         s, started = self.settings, time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             trainers, steps = {}, {}
@@ -143,7 +143,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state of a model: its sizes, its bits per byte on both parts of the text, the seconds of its steps."""
+    """Result of a model: sizes, bits per byte on both parts of the text, and seconds per step."""
 
     name: str
     width: int
@@ -157,9 +157,9 @@ class Outcome:
 
 
 def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
-    """Evaluates the models of a race, over or not, that has made a step at least.
+    """Evaluate the models of a race after at least one step.
 
-    Of the held-out positions `at_most` are taken, or all; of the training text 20,000 in any case.
+    `at_most` limits the held-out positions; the training text is evaluated at 20,000 positions at most.
     """
     context = race.settings.context
     found = []
@@ -167,7 +167,7 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
         train = bits_per_byte(model, race.text.train, context, min(at_most or 20_000, 20_000))
         held_out = bits_per_byte(model, race.text.held_out, context, at_most)
         curve = race.curves[name]
-        # The first steps make plans and fill caches.
+        # The first steps build plans and fill caches.
         step = Spread.of(curve.seconds[min(5, len(curve.seconds) - 1) :])
         rate = race.learning_rates[name]
         sizes = model.width, parameters(model), multiply_adds(model)
@@ -178,10 +178,9 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
 def contenders(
     context: int = 32, *, width: int = 720, depth: int = 6, embedding: int = 16, seed: int = 0, **graph: Any
 ) -> tuple[dict[str, ByteMLP], ByteLayouts]:
-    """A wide block-sparse model with small-world layouts, the dense one of as many parameters, and the layouts.
+    """Build a wide block-sparse model with small-world layouts and a dense one with the same number of parameters.
 
-    With the default sizes a block row stores 5 of 45 blocks, and the dense model, at a third of the width, has just
-    the same number of parameters.
+    By default a block row stores 5 of 45 blocks, and the dense model has a third of the width.
 
     >>> from blocksparse_lab.models.bytes import parameters
     >>> from blocksparse_lab.recipes.next_byte import contenders
@@ -200,7 +199,7 @@ def contenders(
 
 
 def bits_per_byte(model: nn.Module, data: Tensor, context: int, at_most: int | None = None) -> float:
-    """The mean of -log2 p(next byte) over the positions of `data`, or over `at_most` evenly spaced ones of them."""
+    """Return the mean of -log2 p(next byte) over all positions of `data`, or over `at_most` evenly spaced ones."""
     positions = torch.arange(context, len(data))
     if at_most is not None and len(positions) > at_most:
         positions = positions[torch.linspace(0, len(positions) - 1, at_most).long()]

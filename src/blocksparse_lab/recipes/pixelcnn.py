@@ -1,4 +1,4 @@
-"""PixelCNN++ on small images: the task for the trainer, and sampling."""
+"""PixelCNN++ on small images: settings, task, trainer, and sampling."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ..training.trainer import Trainer, device_of
 
 KIND = "pixelcnn"
 
-# The most pixels of a side: the network fits any size, so that it is read from the file.
+# Largest side of an image: the network fits any size, so a checkpoint's value needs a bound.
 LARGEST = 1024
 
-# Images that gains and biases begin with.
+# Images that initialise gains and biases.
 INITIAL_BATCH = 64
 
 
@@ -57,7 +57,7 @@ class PixelCNNConfig:
         """Draw the network for images of `channels`, without use of the global generator."""
         for name, size in (("filters", self.filters), ("resnets", self.resnets), ("depth", self.depth)):
             integer(name, size, 1)
-        # Convolutions of the gated layers, both streams, down and up; and those that halve and double the size.
+        # Convolutions of the gated layers, both streams, down and up, and those that halve and double the size.
         groups = self.sparse if is_int(self.sparse) and self.sparse else 1
         least = self.filters**2 * (6 * 62 * self.resnets * self.depth / groups + 40)
         check_room(f"{self.filters:,} filters, {self.resnets * self.depth:,} deep", least)
@@ -98,14 +98,14 @@ class PixelCNNSettings(Settings):
 
 
 class PixelCNNTask(EpochTask):
-    """The negative logarithm of the probability of batches of images, in another order in each epoch.
+    """Negative log-likelihood of batches of images, in a new order per epoch.
 
     Args:
-        model: a `PixelCNN`; or any module with its `log_prob(images)`.
+        model: a `PixelCNN`, or any module with `log_prob(images)`.
         images: to train and to evaluate on.
-        batch: images of a step.
-        evaluated: test images that an evaluation takes, the first ones; 0 for all.
-        about: what the model is, ready for JSON.
+        batch: images per step.
+        evaluated: test images per evaluation, the first ones; 0 for all.
+        about: describes the model, ready for JSON.
     """
 
     unit = "bits per dimension"
@@ -134,21 +134,21 @@ class PixelCNNTask(EpochTask):
         self._digest = images.digest()
 
     def take(self, step: int) -> Tensor:
-        """The images of a step, `[batch, channels, height, width]` from -1 to 1."""
+        """Return the images of a step, `[batch, channels, height, width]` from -1 to 1."""
         return self.ready(self._train[torch.from_numpy(self.rows_of(step))])
 
     def ready(self, images: Tensor) -> Tensor:
-        """Bytes as the model takes them."""
+        """Convert bytes to the model's input."""
         there = images.to(self.device).contiguous(memory_format=torch.channels_last)
         return logistic_mixture.scaled(there)
 
     def loss(self, step: int) -> Tensor:
-        """The loss of a step, in nats per colour of a pixel."""
+        """Return the loss of a step in nats per colour of a pixel."""
         images = self.take(step)
         return -self.model.log_prob(images).sum() / images.numel()  # type: ignore[operator]
 
     def evaluate(self, model: nn.Module) -> float:
-        """Bits per dimension of the test images."""
+        """Return bits per dimension of the test images."""
         total = 0.0
         for images in self._test.split(4 * self.batch):
             total -= float(model.log_prob(self.ready(images)).double().sum())  # type: ignore[operator]
@@ -165,7 +165,7 @@ class PixelCNNTask(EpochTask):
 
 
 def trainer(settings: PixelCNNSettings, images: Images, run: str | Path) -> Trainer:
-    """Return a trainer in a run folder of a new network, whose gains and biases are initialised by some images."""
+    """Return a trainer of a new network, whose gains and biases are initialised by some images."""
     s, config = settings, settings.model
     model = config.build(images.shape[0])
     task = PixelCNNTask(model, images, s.batch, s.evaluated, s.seed, device_of(s.device), asdict(config))
@@ -182,8 +182,7 @@ def trainer(settings: PixelCNNSettings, images: Images, run: str | Path) -> Trai
 
 
 def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
-    """The network of a checkpoint, or of a run's folder, and the shape of its images, on the CPU; with the mean
-    parameters if there are any."""
+    """Load a network, with mean parameters if there are any, and its images' shape from a checkpoint or run folder."""
     path, tensors, task = stored.read(path, KIND, "a PixelCNN")
     config = stored.config_of(path, task, {one.name for one in fields(PixelCNNConfig)}, "a PixelCNN")
     data = task.get("data")
@@ -194,7 +193,7 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     sizes = {name: usual[name] for name in ("filters", "resnets", "depth", "mixtures")} | {"channels": shape[0]}
     checkpoint.check_sizes(path, tensors, sizes)
     state = part(tensors, "model.") | part(tensors, "ema.")
-    # Of the filters by the filters there is a dense weight, and of each layer there are tensors.
+    # A dense weight has filters by filters entries, and each layer has tensors.
     least = max(usual["filters"] ** 2, usual["resnets"] * usual["depth"] * usual["filters"])
     if (there := sum(tensor.numel() for tensor in state.values())) < least:
         raise BlockSparseError.expected(str(path), f"{least:,} parameters or more, for {config}", f"{there:,}")
@@ -217,10 +216,10 @@ def sample(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Images drawn pixel by pixel, in the order of reading: uint8 `[count, channels, height, width]`.
+    """Draw images pixel by pixel in reading order: uint8 `[count, channels, height, width]`.
 
-    For each pixel only the four rows are computed that it lies in: each layer keeps its results for those above
-    (`bs.nn.bands`), those below are not there yet. So of 32 rows 28 are not computed again.
+    For each pixel only the band of four rows that contains it is computed: layers cache their results for the rows
+    above (`bs.nn.bands`).
     """
     if count < 1:
         raise BlockSparseError.expected("count", "a positive int", count)
@@ -241,13 +240,13 @@ def sample(
                     band[at] = logistic_mixture.sample(drawing(band)[at], model.channels, generator)
                     if progress:
                         progress((top + y) * width + x + 1, height * width)
-            drawing(band)  # all of it, for the layers to keep its last rows
+            drawing(band)  # the layers cache its last rows
             below.next()
     return logistic_mixture.levels(images)
 
 
 def grid(images: Tensor, gap: int = 1) -> np.ndarray:
-    """Images side by side in rows, about as many as columns, with white pixels between them, as one.
+    """Join images to one, in a grid with white lines between them.
 
     Shapes: uint8 `[n, 1 or 3, height, width] -> [height, width, 3]`.
     """

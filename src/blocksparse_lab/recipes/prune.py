@@ -1,4 +1,4 @@
-"""Training runs in which a dense model becomes block-sparse: a method of `sparsity` around any task of the trainer."""
+"""Make a dense model block-sparse while it is trained: a method of `sparsity` around any task."""
 
 from __future__ import annotations
 
@@ -23,29 +23,27 @@ FIXED = "fixed"
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement", FIXED)
 _TO_DENSITY = ("one-shot", "gradual", "movement", FIXED)
 
-# Parameters that a method learns per block have this many times the rate of the weights.
+# Factor of the learning rate for parameters that a method learns per block.
 GATES_RATE = 10
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """How the blocks to keep are found: with dense weights, in the first part of a run; after it they are fixed.
+    """Method and schedule of pruning: the first part of a run searches blocks with dense weights.
 
     Args:
-        method: of `METHODS`. "one-shot" prunes by magnitude at the end of the search. "fixed" is the control of them
-            all: blocks at random from the first step, whose weights begin as large as their number of inputs wants.
-        density: what "one-shot", "gradual", "movement" and "fixed" come to, and the most that "group lasso" and "l0"
-            leave, in each weight: magnitudes of layers of different widths do not compare. None for what the strength
-            leaves.
-        strength: what the density of the others depends on: of "threshold" its q, as a multiple of the 90th percentile
-            of |w| of each weight of a trained dense model; of "group lasso" lambda; of "l0" the price of a weight in
-            nats.
-        penalty: of "threshold", the lambda of a group lasso in the loss besides (GLP).
+        method: one of `METHODS`. "one-shot" prunes by magnitude at the end of the search. "fixed" is the baseline:
+            random blocks from the first step, with weights scaled for their number of inputs.
+        density: target of "one-shot", "gradual", "movement" and "fixed", and upper bound of "group lasso" and "l0", per
+            weight, as magnitudes of layers of different widths do not compare. None: determined by `strength`.
+        strength: sets the density of the others. "threshold": its q as a multiple of the 90th percentile of |w| of each
+            weight of a trained dense model. "group lasso": lambda. "l0": the price of a weight in nats.
+        penalty: "threshold": lambda of an additional group lasso in the loss (GLP).
         block_size: an int or (rows, columns).
-        skip: names of what stays dense.
-        search: the part of the steps that search; 0 for "fixed".
-        times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
-        rate: the learning rate, as a multiple of that of the dense net.
+        skip: names of modules or weights that stay dense.
+        search: fraction of the steps that search; 0 for "fixed".
+        times: steps of the run as a multiple of the dense net's, as sparse steps cost a fraction.
+        rate: learning rate as a multiple of the dense net's.
     """
 
     method: str
@@ -71,7 +69,7 @@ class Pruning:
         number("rate", self.rate, 0)
 
     def about(self) -> dict[str, Any]:
-        """The settings that have an effect, ready for JSON."""
+        """Return the settings that have an effect, ready for JSON."""
         unused = {"strength"} if self.method in _TO_DENSITY else set()
         unused |= {"density"} if self.method == "threshold" or self.density is None else set()
         unused |= set() if self.method == "threshold" else {"penalty"}
@@ -81,16 +79,16 @@ class Pruning:
 
 
 class PruneTask(Task):
-    """Wraps a task so that its model becomes block-sparse while it is trained.
+    """A task whose model becomes block-sparse during training.
 
-    The method's `step` follows each update of the search. Then the model is truly sparse, and so are the steps, the
-    optimizer's state and the checkpoints from there on, which bring the layouts.
+    The method's `step` follows each update of the search. After the search the model, its steps, the optimizer's state
+    and the checkpoints, which bring the layouts, are truly sparse.
 
     Args:
-        task: what is trained.
-        pruning: how it becomes sparse.
+        task: the task to wrap.
+        pruning: method and schedule.
         steps: of the whole run.
-        q: of "threshold", these percentiles, from `sparsity.percentiles`.
+        q: for "threshold", percentiles from `sparsity.percentiles`.
     """
 
     method: DensePruner
@@ -106,14 +104,14 @@ class PruneTask(Task):
         self.steps_per_epoch = task.steps_per_epoch
         self.search = max(1, round(pruning.search * steps)) if pruning.search else 0
         self._penalties: list[Callable[[], Tensor]] = []
-        self.sparse = False  # whether the model is, truly
+        self.sparse = False  # whether the model is truly sparse
 
     def split(self, rank: int, processes: int) -> None:
         self.task.split(rank, processes)
         self.share = self.task.share
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
-        """Makes the method, which follows each update."""
+        """Build the method, which follows each update."""
         if ema:
             raise BlockSparseError.expected("ema", "0 where a model is pruned", "running means of the parameters")
         self.task.attach(optimizer, ema)
@@ -149,7 +147,7 @@ class PruneTask(Task):
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
     def before_step(self, step: int) -> None:
-        """Makes the model truly sparse once the search is over."""
+        """Make the model truly sparse once the search is over."""
         self.task.before_step(step)
         if not self.sparse and self.searched:
             self._finish(self._at_random() if self.pruning.method == FIXED else None)
@@ -165,13 +163,13 @@ class PruneTask(Task):
         return self.method.calls >= self.search
 
     def loss(self, step: int) -> Tensor:
-        """The other task's loss; while the pattern is searched, with what the method adds to it."""
+        """Return the wrapped task's loss, plus the method's penalties during the search."""
         penalties = () if self.sparse else self._penalties
         return sum((penalty() for penalty in penalties), self.task.loss(step))
 
     @torch.no_grad()
     def _at_random(self) -> dict[str, BlockLayout]:
-        """Layouts of "fixed"; the weights become as large as if they had been drawn for so few inputs."""
+        """Draw the layouts of "fixed", and scale the weights as if drawn for so few inputs."""
         density, layouts = cast(float, self.pruning.density), {}
         for nth, (name, blocks) in enumerate(self.method.blocks.items()):
             layout = patterns.random(blocks.shape, blocks.block_shape, density, seed=1000 * self.seed + nth)
@@ -184,7 +182,7 @@ class PruneTask(Task):
         self.sparse = True
 
     def finish(self) -> nn.Module:
-        """The model, truly sparse from now on, if it was not already."""
+        """Make the model truly sparse, if it is not, and return it."""
         if not self.sparse:
             self._finish()
         return self.model
@@ -200,7 +198,7 @@ class PruneTask(Task):
         return own | {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
 
     def resume(self, state: dict[str, Tensor]) -> None:
-        """Makes the model sparse if that of the state is, so that its parameters fit."""
+        """Make the model sparse if the saved state is of a sparse model, so that its parameters fit."""
         masks = part(state, "layout.").items()
         if masks:
             self._finish({name: BlockLayout(mask, self.method.blocks[name].block_shape) for name, mask in masks})
@@ -216,7 +214,7 @@ class PruneTask(Task):
 
 
 def finished(trainer: Trainer) -> nn.Module:
-    """The model of a finished run, in evaluation mode, by its trainer newly made; of a `PruneTask` truly sparse."""
+    """Load the model of a finished run, by a new trainer of it, in evaluation mode; a `PruneTask`'s is truly sparse."""
     devices = [trainer.device] if trainer.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         trainer.load()

@@ -1,4 +1,4 @@
-"""Residual networks on small images, with strides or with adaptive polyphase sampling."""
+"""Residual networks on small images, with strides or adaptive polyphase sampling."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
 from .shifts import Consistency, consistency
 
-# The largest shift of a random crop, in pixels.
+# Largest shift of a random crop in pixels.
 MARGIN = 4
 
 NETWORK = "resnet"
 
-# Of a `ResNet`.
+# Arguments of `ResNet`.
 _OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "block_size", "blur", "padding_mode"}
 
 
@@ -59,7 +59,7 @@ class ResNetSettings(EpochSettings):
 
 
 class ImageRows:
-    """Images for `ClassifyTask`: float32, each channel standardised over those to train on."""
+    """Images for `ClassifyTask`: float32, each channel standardised by the training images."""
 
     def __init__(self, images: Images):
         self.images, self.name, self.classes, self.digest = images, images.name, images.classes, images.digest
@@ -74,13 +74,13 @@ class ImageRows:
             yield self.standardised(pixels), labels
 
     def standardised(self, pixels: Tensor) -> Tensor:
-        """uint8 `[n, channels, height, width]` to float32, channels last."""
+        """Standardise uint8 `[n, channels, height, width]` to float32, channels last."""
         mean, deviation = self._moments
         return ((pixels - mean) / deviation).contiguous(memory_format=torch.channels_last)
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        # From the counts of each of 256 values: exact, and no copy of all images in floating point.
+        # Computed from counts of the 256 values: exact, and without a float copy of all images.
         counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in self.images.train.unbind(1)])
         values, total = torch.arange(256.0, dtype=torch.float64), counts[0].sum()
         mean = (counts * values).sum(1) / total
@@ -90,7 +90,7 @@ class ImageRows:
 
 
 class ImageTask(ClassifyTask):
-    """`ClassifyTask` on images that are cropped and flipped at random, as determined by seed and step."""
+    """`ClassifyTask` on images that are cropped and flipped at random, determined by seed and step."""
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         images, labels = super().take(step)
@@ -100,9 +100,9 @@ class ImageTask(ClassifyTask):
 def augmented(
     images: Tensor, rng: np.random.Generator, part: tuple[slice, int] | None = None, margin: int = MARGIN
 ) -> Tensor:
-    """Each image moved by up to `margin` pixels along each axis, 0 coming in, and mirrored or not.
+    """Shift each image by up to `margin` pixels along each axis, filling with 0, and mirror some.
 
-    `part` says which images of a batch these are, and how many it has, for which all is drawn.
+    `part` gives the slice of a batch that these images are and the batch's size: numbers are drawn for the whole batch.
     """
     n, _, height, width = images.shape
     mine, batch = part or (slice(0, n), n)
@@ -152,8 +152,8 @@ def trainer(settings: ResNetSettings, images: Images, run: str | Path, **pace: A
 
 
 def multiply_adds(model: ResNet, images: Images) -> int:
-    """Multiply-adds of a network for an image: those of its products, with each weight at each pixel once."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+    """Count multiply-adds of a network per image: each weight once per pixel."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, *images.shape))
@@ -162,7 +162,7 @@ def multiply_adds(model: ResNet, images: Images) -> int:
 
 
 def load(run: str | Path) -> ResNet:
-    """The network of a run, as it was at its newest checkpoint."""
+    """Load the network of a run's newest checkpoint."""
     path, tensors, task = stored.read(Path(run) / "last.safetensors", KIND, "a residual network")
     config = task.get("model")
     if not isinstance(config, dict) or config.get("network") != NETWORK:
@@ -175,7 +175,7 @@ def load(run: str | Path) -> ResNet:
     checkpoint.check_sizes(path, tensors, sizes | {f"blocks {nth}": count for nth, count in enumerate(blocks)})
     with stored.parameters_of(path, config):
         with torch.device("meta"):
-            # The tensors bring the layouts; until then there is a block in each row and column.
+            # The tensors bring the layouts; until then each row and column has one block.
             model = _network(known | {"density": None if known["density"] is None else 1e-9})
         model.load_state_dict(part(tensors, "model."), assign=True)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -185,8 +185,10 @@ def load(run: str | Path) -> ResNet:
 def shifted(
     run: str | Path, images: Images, count: int = 64, progress: Callable[[int, int], None] | None = None
 ) -> Consistency:
-    """The consistency of a run's network on the first `count` test images, each at all of its shifts; kept in the run
-    as `consistency.json`."""
+    """Measure the consistency of a run's network on all shifts of the first `count` test images.
+
+    The result is also saved in the run as `consistency.json`.
+    """
     check_shifted(count, images)
     found = consistency(load(run), ImageRows(images).standardised(images.test[:count]), progress)
     checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(found), indent=1)}\n")
@@ -194,7 +196,7 @@ def shifted(
 
 
 def check_shifted(count: int, images: Images) -> None:
-    """How many test images can be shifted."""
+    """Raise if `count` test images cannot be shifted."""
     if not 1 <= count <= len(images.test):
         wanted = f"an int from 1 to the images to test on, {len(images.test):,}"
         raise BlockSparseError.expected("shifted", wanted, count)

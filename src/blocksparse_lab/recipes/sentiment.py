@@ -1,7 +1,7 @@
-"""Sentiment from a language model of bytes: its state after a text, and a sparse linear probe on it.
+"""Probe a language model of bytes for sentiment: a sparse linear classifier of its state after a text.
 
-The protocol of Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment" (2017),
-which "GPU Kernels for Block-Sparse Weights" (Gray, Radford and Kingma, 2017) measures by.
+The protocol is that of Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment"
+(2017), which "GPU Kernels for Block-Sparse Weights" (Gray, Radford and Kingma, 2017) also uses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "sklearn_version", "standardized",
 ]  # fmt: skip
 
-# The strengths to choose from, in the order they are tried: where several are as good, the first is chosen, which is
-# the one with the fewest features.
+# Values of C in the order in which they are tried. The first of equally good ones, with the fewest features, is
+# chosen.
 STRENGTHS = tuple(2.0**k for k in range(-8, 1))
 BASELINE_STRENGTHS = tuple(2.0**k for k in range(8))
 SEED = 42
@@ -37,8 +37,11 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Probe:
-    """A logistic regression with an L1 penalty: its C, chosen on the validation part, the accuracy there of each C;
-    coefficients `[width]`, and how many are not zero; accuracies; whether the solver came to its end."""
+    """A logistic regression with an L1 penalty.
+
+    `strength` is its C, chosen by the validation accuracies in `tried`; `used` counts the nonzero `coefficients`
+    `[width]`; `train`, `validation` and `test` are accuracies.
+    """
 
     strength: float
     tried: dict[float, float]
@@ -59,12 +62,12 @@ def probe(
     seed: int = SEED,
     progress: Progress | None = None,
 ) -> Probe:
-    """The sparse linear classifier of the protocol: fitted on train, C chosen on validation, tested once.
+    """Fit the protocol's sparse linear classifier on train, choose C on validation, and test once.
 
     Args:
         parts: features of train, validation and test, `[n, width]` each.
-        labels: theirs, 0 or 1.
-        strengths: values of C to choose from; of equal ones the first.
+        labels: their labels, 0 or 1.
+        strengths: values of C; the first of equally good ones is chosen.
     """
     strength, best, tried = _best_fit(parts, labels, strengths, "l1", seed, progress)
     train, validation, test = (float(best.score(part, label)) for part, label in zip(parts, labels, strict=True))
@@ -76,7 +79,7 @@ def probe(
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit alone, as a classifier: `above` is the class of what is above its threshold, fitted on train."""
+    """One unit alone as a classifier: inputs above `threshold`, fitted on train, get class `above`."""
 
     index: int
     coefficient: float
@@ -88,7 +91,7 @@ class Unit:
 
 
 def single_unit(parts: Sequence[np.ndarray], labels: Sequence[Sequence[int]], coefficients: np.ndarray) -> Unit | None:
-    """The unit with the largest coefficient, as a classifier of its own; None where all coefficients are zero."""
+    """Return the unit with the largest coefficient as a classifier; None if all coefficients are zero."""
     index = int(np.argmax(np.abs(coefficients)))
     if coefficients[index] == 0:
         return None
@@ -103,13 +106,13 @@ def single_unit(parts: Sequence[np.ndarray], labels: Sequence[Sequence[int]], co
 
 
 def _threshold(values: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
-    """The threshold that is right most often, and the class above it."""
+    """Return the threshold with the fewest errors, and the class above it."""
     order = np.argsort(values, kind="stable")
     values, labels = values[order].astype(np.float64), labels[order]
-    # With the lowest n below the threshold: right are the zeros among them and the ones above.
+    # With the lowest n values below the threshold, zeros below and ones above are right.
     right = np.concatenate([[0], np.cumsum(1 - labels)]) + labels.sum() - np.concatenate([[0], np.cumsum(labels)])
     middles = np.concatenate([[-np.inf], (values[1:] + values[:-1]) / 2, [np.inf]])
-    # None between equal values.
+    # A threshold cannot lie between equal values.
     possible = np.concatenate([[True], values[1:] > values[:-1], [True]])
     ones = np.where(possible, right, -1)
     zeros = np.where(possible, len(labels) - right, -1)
@@ -119,7 +122,7 @@ def _threshold(values: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Words and pairs of words, weighted by how rare they are: C chosen on validation, and accuracies."""
+    """TF-IDF of words and pairs of words: C chosen on validation, and accuracies."""
 
     strength: float
     terms: int
@@ -129,7 +132,7 @@ class Baseline:
 
 
 def baseline(splits: Splits, *, seed: int = SEED) -> Baseline:
-    """A logistic regression on TF-IDF of words and pairs of words: the accuracy without any pretraining."""
+    """Fit a logistic regression on TF-IDF of words and pairs of words: the accuracy without pretraining."""
     _sklearn()
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -154,12 +157,12 @@ def _best_fit(
     seed: int,
     progress: Progress | None = None,
 ) -> tuple[float, Any, dict[float, float]]:
-    """The strength that is best on the validation part, its model fitted on train, and the accuracy of each."""
+    """Return the best strength on the validation part, its model fitted on train, and all accuracies."""
     sklearn = _sklearn()
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    # scikit-learn 1.8 says the penalty by a ratio and warns of its name.
+    # scikit-learn 1.8 takes a ratio and warns about the penalty's name.
     named = tuple(map(int, sklearn.__version__.split(".")[:2])) < (1, 8)
     kind: dict[str, Any] = {"penalty": penalty} if named else {"l1_ratio": float(penalty == "l1")}
     models = {}
@@ -172,12 +175,12 @@ def _best_fit(
         tried[strength] = float(models[strength].score(x[1], y[1]))
         if progress is not None:
             progress(len(tried), len(strengths))
-    best = max(tried, key=lambda strength: tried[strength])  # the first of equal ones
+    best = max(tried, key=lambda strength: tried[strength])  # the first of equally good ones
     return best, models[best], tried
 
 
 def sklearn_version() -> str:
-    """The version of scikit-learn, which fits the probe."""
+    """Return the version of scikit-learn, which fits the probe."""
     return str(_sklearn().__version__)
 
 
@@ -195,7 +198,7 @@ def _sklearn() -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a model on labelled texts; `values` is the single unit after each text of the test part."""
+    """Results of a model on labelled texts; `values` are those of the single unit after each test text."""
 
     splits: Splits
     of: str
@@ -207,7 +210,7 @@ class Result:
     baseline: Baseline | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers, ready for JSON."""
+        """Return the numbers, ready for JSON."""
         probe = {name: value for name, value in vars(self.probe).items() if name not in ("coefficients", "tried")}
         used = np.flatnonzero(self.probe.coefficients)
         used = used[np.argsort(-np.abs(self.probe.coefficients[used]), kind="stable")]
@@ -245,17 +248,17 @@ def evaluate(
     seed: int = SEED,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Result:
-    """Runs the whole protocol: features of each part, the probe, its single best unit.
+    """Run the whole protocol: features of each part, the probe, its best single unit.
 
     Args:
-        load: gives the model; not called where all features are in the cache.
+        load: returns the model; not called if all features are cached.
         splits: the texts.
-        of: what the probe sees of a text, one of `STATES`; the protocol's is the last cell state.
-        standardize: whether each feature is first given mean 0 and deviation 1 on the training part, so that the
-            penalty does not prefer large ones; not in the protocol.
-        cache: where features are looked for and kept.
-        with_baseline: whether to fit the TF-IDF baseline as well.
-        batch, chunk: as of `features`.
+        of: state that the probe sees, one of `STATES`; the protocol uses the last cell state.
+        standardize: scale features to mean 0 and deviation 1 on the training part, so that the penalty does not prefer
+            large ones; not in the protocol.
+        cache: stores features.
+        with_baseline: also fit the TF-IDF baseline.
+        batch, chunk: as for `features`.
     """
     _sklearn()  # before the features, which may take hours
     if of not in STATES:
@@ -289,14 +292,14 @@ def evaluate(
 
 
 def standardized(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Each feature by its mean and deviation in the first part, which is to be the one that is fitted."""
+    """Scale features by the mean and deviation of the first part, the training part."""
     mean, deviation = parts[0].mean(0, dtype=np.float64), parts[0].std(0, dtype=np.float64)
-    scale = np.where(deviation > 0, deviation, 1)  # what never changes stays 0
+    scale = np.where(deviation > 0, deviation, 1)  # constant features stay 0
     return [((part - mean) / scale).astype(np.float32) for part in parts]
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    # JSON has no infinity, which a threshold below or above everything is.
+    # JSON has no infinity, the threshold of a unit that puts all texts into one class.
     return {
         name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in found.items()
     }
@@ -304,12 +307,12 @@ def _finite(found: dict[str, Any]) -> dict[str, Any]:
 
 # -- the picture ---------------------------------------------------------------------------------------------------
 
-# Distinct in grey and for the colour-blind too.
+# Distinct in grey and for colour-blind readers.
 _COLORS = ("#d55e00", "#0072b2")
 
 
 def picture(path: Path, result: Result, where: str) -> None:
-    """A PNG with a histogram of the single unit for each class, and its threshold; `where` is the machine in a line."""
+    """Draw a histogram of the single unit per class, with its threshold, as a PNG; `where` describes the machine."""
     from blocksparse.topology.drawings.style import figure_and_axes
 
     unit, values, splits = result.unit, result.values, result.splits
@@ -317,7 +320,7 @@ def picture(path: Path, result: Result, where: str) -> None:
         raise BlockSparseError.expected("result", "a unit to draw", "a probe whose coefficients are all zero")
     figure, axes = figure_and_axes((7.5, 4.4))
     given = np.asarray(splits.test.labels)
-    # The farthest thousandth would squeeze all the others together.
+    # Extreme values would squeeze the rest.
     low, high = np.quantile(values, [0.001, 0.999])
     if not high > low:
         low, high = low - 0.5, high + 0.5

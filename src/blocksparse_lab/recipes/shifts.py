@@ -1,4 +1,4 @@
-"""How far a classifier's answer depends on where its image begins: consistency over all circular shifts."""
+"""Measure how a classifier's answer depends on circular shifts of an image."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Consistency:
-    """A classifier's consistency under shifts: the mean over images of the probability that two circular shifts are put
-    in the same class (`agreement`), and by how much a shift changes a logit at most."""
+    """`agreement` is the mean probability that two shifts of an image get the same class, `difference` the largest
+    change of a logit by a shift."""
 
     agreement: float
     difference: float
@@ -26,17 +26,17 @@ class Consistency:
 
 @torch.no_grad()
 def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int], None] | None = None) -> Consistency:
-    """The consistency of a model on some images, each at all of its height * width circular shifts.
+    """Measure the consistency of a model on images, each at all of its height * width circular shifts.
 
-    Nothing is drawn: with n_k of the S shifts of an image in class k, two of them agree with probability
+    Nothing is drawn: if n_k of the S shifts of an image get class k, two shifts agree with probability
     sum_k (n_k / S)^2.
 
     Args:
-        model: `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
-        images: `[n, channels, height, width]`, one or more, as the model takes them.
+        model: maps `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
+        images: `[n, channels, height, width]`, one or more, as the model's input.
 
     Source: Zhang, Making convolutional networks shift-invariant again (2019), and Chaman, Dokmanic, Truly
-    shift-invariant convolutional neural networks (2021), who draw the shifts, and not of all.
+    shift-invariant convolutional neural networks (2021), who sample the shifts.
     """
     if not isinstance(images, Tensor) or images.dim() != 4 or not images.numel():
         got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
@@ -55,7 +55,9 @@ def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int],
 
 
 def all_shifts(image: Tensor) -> Tensor:
-    """All circular shifts of an image `[channels, height, width]`, itself first: `[height * width, channels, ...]`.
+    """Return all circular shifts of an image `[channels, height, width]`, the image itself first.
+
+    The shape is `[height * width, channels, height, width]`.
 
     >>> import torch
     >>> from blocksparse_lab.recipes.shifts import all_shifts
@@ -66,5 +68,5 @@ def all_shifts(image: Tensor) -> Tensor:
     """
     _, height, width = image.shape
     windows = image.repeat(1, 2, 2)[:, :-1, :-1].unfold(1, height, 1).unfold(2, width, 1)
-    # Channels last in memory, as is fastest.
+    # Channels last is the fastest memory format.
     return windows.permute(1, 2, 3, 4, 0).flatten(0, 1).permute(0, 3, 1, 2)

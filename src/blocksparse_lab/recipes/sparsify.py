@@ -1,4 +1,4 @@
-"""Checkpoints made block-sparse: our byte models, folders of the transformers library, plain files of weights."""
+"""Make checkpoints block-sparse: our byte models, folders of the transformers library, plain files of weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 @dataclass(frozen=True)
 class Stored:
-    """A model from the disk, and how the block-sparse one is to be stored.
+    """A model from disk, and how to store its block-sparse version.
 
     Args:
         model: on the CPU.
-        file: the name of its checkpoint in a folder.
-        about: what the checkpoint says of it.
-        tensors: gives the tensors to store of a model.
-        skip: weights that are not known to be used in products.
-        beside: files that go with it.
-        whole: writes all of a model into a folder, in place of a checkpoint with `tensors` and `about`.
+        file: name of its checkpoint in a folder.
+        about: metadata of the checkpoint.
+        tensors: returns the tensors of a model to store.
+        skip: weights that may not be used in products.
+        beside: further files to copy.
+        whole: writes a whole model into a folder, instead of a checkpoint with `tensors` and `about`.
     """
 
     model: nn.Module
@@ -47,10 +47,10 @@ class Stored:
 
 
 def open_model(path: str | Path) -> Stored:
-    """The model of a byte model's checkpoint or run, of a folder of the transformers library, or of a plain file."""
+    """Open a byte model's checkpoint or run, a folder of the transformers library, or a plain file of weights."""
     path = Path(path)
     if path.is_dir():
-        if (path / "last.safetensors").is_file():  # before a look for config.json, which a run has too
+        if (path / "last.safetensors").is_file():  # first, because a run has a config.json too
             return _language_model(path / "last.safetensors")
         if (path / "config.json").is_file():
             return _transformers(path)
@@ -68,13 +68,13 @@ def open_model(path: str | Path) -> Stored:
 
 
 def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tuple[nn.Module, Report]:
-    """The block-sparse model and its report. The stored one is changed; options are those of `blocksparse.sparsify`."""
+    """Return the block-sparse model, changed in place, and its report; options are those of `blocksparse.sparsify`."""
     model = sparsify(stored.model, skip=(*stored.skip, *skip), inplace=True, **options)
     return model, report(model, options.get("tokens", 64))
 
 
 def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Path:
-    """Writes the model, its further files and report.json into a folder; returns the checkpoint's path."""
+    """Write the model, its further files and report.json into a folder; return the checkpoint's path."""
     out = Path(out)
     try:
         for path in stored.beside:
@@ -93,7 +93,7 @@ def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Pat
 
 
 def folder(out: str | Path, model: str | Path) -> Path:
-    """The folder to write to, made before any work; another one than the model's."""
+    """Make the folder to write to before any work; raise if it is the model's own."""
     out, model = Path(out), Path(model)
     if out.resolve() in (model.resolve(), model.resolve().parent):
         raise BlockSparseError.expected("out", "another folder than the model's, which stays as it is", out)
@@ -129,10 +129,10 @@ def _transformers(path: Path) -> Stored:
         model = getattr(transformers, names[0]).from_pretrained(
             path, config=config, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of many kinds, by file and architecture
+    except Exception as error:  # depends on file and architecture
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise BlockSparseError.expected(str(path), "a model that transformers loads", first[0]) from error
-    # The tokenizer, say: all that is needed to use the model is then in one folder, which can be pushed.
+    # Copy the tokenizer and its like, so that the folder can be pushed as a whole model.
     beside = [file for file in path.iterdir() if file.suffix in _BESIDE and file.is_file()]
     beside = [file for file in beside if not file.name.endswith(".index.json") and file.name != "config.json"]
 
@@ -143,7 +143,7 @@ def _transformers(path: Path) -> Stored:
 
 
 def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
-    """A model with a linear layer for each matrix, by the matrix's name."""
+    """Return a model with a linear layer per matrix, by the matrix's name."""
     model = nn.Module()
     matrices = {name: x for name, x in tensors.items() if x.dim() == 2 and x.is_floating_point()}
     if not matrices:
@@ -164,7 +164,7 @@ def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
             layer = model.get_submodule(place)
             if type(layer) is not nn.Linear:
                 del found[name]
-                # As the state dict of a layer that has the weight, or of an LSTM that has several, names them.
+                # Name the weight as a layer's state dict does, or as an LSTM with several weights does.
                 prefix = name.removesuffix("weight") if name.split(".")[-1] == "weight" else f"{name}."
                 found |= {prefix + part: tensor for part, tensor in layer.state_dict().items()}
         return found
@@ -174,6 +174,6 @@ def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
 
 
 def _place(name: str, matrices: Mapping[str, Tensor]) -> str:
-    """The name of a weight's layer: the weight's own where other weights are below the layer's."""
+    """Return the name of a weight's layer: the weight's own name if other weights are below the layer's."""
     layer = name.removesuffix(".weight")
     return name if any(other.startswith(f"{layer}.") for other in matrices if other != name) else layer

@@ -1,4 +1,4 @@
-"""A language model's states of texts, as features, kept next to its checkpoint."""
+"""Compute a language model's states of texts as features, and cache them next to its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,42 +18,41 @@ from blocksparse.errors import BlockSparseError
 
 from ..data.reviews import encode
 
-# Called with the work done and the total.
+# Called with done and total.
 Progress = Callable[[int, int], None]
 
 STATES = ("cell", "squashed", "hidden", "fading", "mean")
 
-# Bytes after which a hidden state has half its weight in the fading mean.
+# Bytes after which the weight of a hidden state in the fading mean has halved.
 HALF_LIFE = 256
 
 
 def features(
     model: Any, texts: Sequence[str], *, batch: int = 128, chunk: int = 64, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
-    """A model's states of each text, which is read as `encode` gives it, by the names of `STATES`.
+    """Compute a model's states after each text, read as by `encode`, named as in `STATES`.
 
-    float32 `[texts, width]` each: the last "cell" state; the same "squashed" by tanh, as the hidden state sees it;
-    the last "hidden" state; a "fading" mean of the hidden states, in which the weight of each halves every 256
-    bytes; and their "mean" over time. The last two are left out for a model without `outputs`.
+    Each is float32 `[texts, width]`: the last "cell" state; "squashed", its tanh, as the hidden state sees it; the last
+    "hidden" state; "fading", a mean of the hidden states whose weights halve every 256 bytes; and their "mean" over
+    time. A model without `outputs` has no last two.
 
-    There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
-    text's features do not depend on the others, but for the rounding of products with more or fewer rows.
+    Texts of similar length share a batch without padding, and a text leaves its batch where it ends. So features do not
+    depend on other texts, except for rounding in products with more or fewer rows.
 
     Args:
-        model: a module with `initial_state(batch)`, a tuple of tensors `[layers, batch, width]` of which the first is
-            the hidden state, the last the cell state, and `outputs(text, state)`, the hidden states
-            `[time, batch, width]` and the state after bytes `[time, batch]`; or else `forward(text, state)`, the
-            logits and that state.
-        texts: what to read; an empty one is three bytes too.
+        model: has `initial_state(batch)`, a tuple of tensors `[layers, batch, width]` whose first is the hidden and
+            last the cell state, and either `outputs(text, state)`, which returns hidden states `[time, batch, width]`
+            and the state after bytes `[time, batch]`, or `forward(text, state)`, which returns logits and that state.
+        texts: an empty one is read as three bytes.
         batch: texts side by side.
-        chunk: bytes per call at most; more cost memory, fewer cost time.
+        chunk: bytes per call at most; larger chunks need more memory and less time.
     """
     data = [np.frombuffer(encode(text), dtype=np.uint8) for text in texts]
     lengths = np.array([len(one) for one in data], dtype=np.int64)
     order = np.argsort(lengths, kind="stable")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with_means = hasattr(model, "outputs")
-    # What is kept of a hidden state's weight from byte to byte.
+    # Decay of a hidden state's weight per byte.
     kept = {"fading": 0.5 ** (1 / HALF_LIFE), "mean": 1.0} if with_means else {}
     out: dict[str, np.ndarray] = {}
     read, total = 0, int(lengths.sum())
@@ -61,7 +60,7 @@ def features(
     model.eval()
     try:
         with torch.inference_mode():
-            # The longest first: what does not fit into memory fails at once, not after an hour.
+            # Start with the longest texts: what does not fit into memory fails at once, not after an hour.
             for start in reversed(range(0, len(order), batch)):
                 rows = order[start : start + batch]
                 side = np.zeros((lengths[rows[-1]], len(rows)), dtype=np.int64)
@@ -69,11 +68,11 @@ def features(
                     side[: lengths[row], column] = data[row]
                 text = torch.from_numpy(side).to(device)
                 state = tuple(part.to(device) for part in model.initial_state(len(rows)))
-                sums: dict[str, Any] = dict.fromkeys(kept, 0.0)  # of the hidden states over time
-                totals = dict.fromkeys(kept, 0.0)  # of their weights
+                sums: dict[str, Any] = dict.fromkeys(kept, 0.0)  # sums of hidden states over time
+                totals = dict.fromkeys(kept, 0.0)  # sums of their weights
                 ended = 0
                 for begin, end in pairwise(_cuts(lengths[rows], chunk)):
-                    # Without the scores of 256 bytes where the model can leave them out.
+                    # Skip the scores of 256 bytes if the model can.
                     y, state = (model.outputs if with_means else model)(text[begin:end, ended:], state)
                     read += (end - begin) * (len(rows) - ended)
                     for name, part in kept.items():
@@ -88,7 +87,7 @@ def features(
                             done[name] = of[: now - ended] / totals[name]
                             sums[name] = of[now - ended :]
                         _keep(out, done, rows[ended:now], len(texts))
-                        # Copies, so that what follows has the layout of a batch of its own.
+                        # Copy, so that further work has the memory layout of a batch of its own.
                         state = tuple(part[:, now - ended :].contiguous() for part in state)
                         ended = now
                     if progress is not None:
@@ -101,7 +100,7 @@ def features(
 
 
 def _keep(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray, texts: int) -> None:
-    """The states of some texts, into the rows of all."""
+    """Write the states of some texts into the rows of all."""
     for name, of in done.items():
         values = of.float().cpu().numpy()
         if not np.isfinite(values).all():
@@ -112,7 +111,7 @@ def _keep(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray,
 
 
 def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
-    """Where calls begin and end: at the end of every text, and a chunk apart at most."""
+    """Return where calls start and end: at the end of every text, and at most a chunk apart."""
     cuts = [0]
     for end in np.unique(lengths).tolist():
         cuts += [*range(cuts[-1] + chunk, end, chunk), end]
@@ -120,7 +119,7 @@ def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
 
 
 def digest(*parts: bytes | str | Path) -> str:
-    """16 hexadecimal digits of some strings and of the contents of files."""
+    """Return 16 hexadecimal digits that identify strings and contents of files."""
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):
@@ -136,24 +135,24 @@ def digest(*parts: bytes | str | Path) -> str:
 
 
 class CachedFeatures:
-    """`features` of a checkpoint, kept in a folder `features` next to it: a second call reads them.
+    """Cache of `features` in the folder `features` next to a checkpoint.
 
-    Those of what the checkpoint was before, of the same name, are removed. `note` says why nothing could be kept.
+    Features of older checkpoints with the same name are removed. `note` says why features could not be saved.
     """
 
     def __init__(self, checkpoint: Path):
-        # A number to count up where features change for the same checkpoint and text.
+        # Increase it when features change for the same checkpoint and text.
         self.state = digest("3", checkpoint)
         self.folder = checkpoint.parent / "features"
         self.name = checkpoint.stem
         self.note: str | None = None
 
     def path(self, texts: Sequence[str]) -> Path:
-        """Where the features of these texts are, or will be."""
+        """Return the path for the features of these texts."""
         return self.folder / f"{self.name}-{self.state}-{digest(*texts)}.safetensors"
 
     def load(self, texts: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """The features of these texts, if they are there and whole."""
+        """Return the features of these texts, if they are complete in the cache."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
@@ -165,7 +164,7 @@ class CachedFeatures:
         return found if "cell" in found and whole else None
 
     def save(self, texts: Sequence[str], found: Mapping[str, np.ndarray]) -> None:
-        """Keeps the features of these texts."""
+        """Save the features of these texts."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 

@@ -1,1 +1,1 @@
-"""Train any task in a run folder: the loop, checkpoints, logs and several processes; `recipes` has the tasks."""
+"""Train any task in a run folder: the loop, checkpoints, logs, several processes. `recipes` has the tasks."""

@@ -1,4 +1,4 @@
-"""Training runs side by side: their results, and the curves of those that differ in their seed alone."""
+"""Compare training runs: their results, and curves over seeds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import resume, run_log
 from .settings import Settings
 
 _DASHES = ("-", "--", "-.", ":")
-_LABEL = 40  # characters of a label, so that two have room
-_POINTS = 60  # of a curve, at most, for them to be told apart
+_LABEL = 40  # characters; two such labels fit beside each other
+_POINTS = 60  # most points of a curve that are drawn as markers
 
-# Settings that do not set runs apart: how often they were evaluated and logged, and where they ran.
+# Settings that do not distinguish runs: they only say how often a run is logged and where it ran.
 _ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
 
-# Of config.json.
+# Keys of config.json, with their types.
 _CONFIG: dict[str, tuple[Any, str]] = {
     "unit": (str, "text"),
     "bytes_per_step": (int, "an int"),
@@ -33,9 +33,9 @@ _CONFIG: dict[str, tuple[Any, str]] = {
     "settings": (dict, "a dict"),
     "facts": (dict, "a dict"),
 }
-_LARGEST = 1e100  # of numbers whose squares are summed up
+_LARGEST = 1e100  # Larger numbers overflow when they are squared and summed.
 
-# Options that other cells or patterns ignore.
+# Options that only the named cell or pattern uses.
 _ONLY_OF = {
     "lstm": {"projection"},
     "smallworld": {"depth", "init", "layouts", "stride"},
@@ -48,8 +48,8 @@ _ONLY_OF = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder records it: `config.json`, the lines of `log.jsonl`, and `result.json`, None of a run that is
-    not finished."""
+    """A run as its folder records it: `config.json`, the lines of `log.jsonl`, and `result.json` once it is
+    finished."""
 
     path: Path
     config: dict[str, Any]
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The steps done, as far as the log knows."""
+        """Steps done according to the log."""
         return max((line["step"] for line in self.log), default=0)
 
     @property
@@ -91,16 +91,16 @@ class Run:
 
     @property
     def evaluated(self) -> int:
-        """The step of the newest figure; 0 where there is none."""
+        """Step of the newest held-out figure; 0 if there is none."""
         return self.evaluations[-1]["step"] if self.evaluations else 0
 
     @property
     def held_out(self) -> float | None:
-        """The newest figure."""
+        """The newest held-out figure."""
         return self.evaluations[-1]["held_out"] if self.evaluations else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Its numbers, ready for JSON."""
+        """Return the run's numbers, ready for JSON."""
         seconds = self.seconds
         read = self.steps * self.config["bytes_per_step"]
         return {
@@ -122,14 +122,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone, one or more; the label says how from the other groups."""
+    """Runs that differ only in their seed; the label says how the group differs from others."""
 
     label: str
     runs: tuple[Run, ...]
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs that means are of: those evaluated after as many steps as any of the group, one of each seed."""
+        """The runs to average: one per seed, among those that were evaluated after the most steps."""
         most = max(run.evaluated for run in self.runs)
         of_seeds: dict[str, Run] = {}
         for run in self.runs:
@@ -139,18 +139,18 @@ class Group:
 
     @property
     def held_out(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of the newest figures of the runs that count; 0 of a single one."""
+        """Mean and standard deviation of the newest figures of `comparable`; the deviation of one run is 0."""
         found = [run.held_out for run in self.counted if run.held_out is not None]
         return _spread(found) if found else None
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Steps per epoch, if the run records them."""
+        """Steps per epoch, if the run records epochs."""
         epochs = self.runs[0].config["facts"].get("epochs")
         return self.runs[0].settings["steps"] / epochs if _is_number(epochs) and epochs > 0 else None
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
-        """The points where all runs that count were evaluated: median "step" or "seconds", mean and deviation."""
+        """Return x (median "step" or "seconds"), mean and deviation where all comparable runs were evaluated."""
         by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.counted]
         shared = sorted(set.intersection(*map(set, by_step)))
         x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
@@ -159,10 +159,10 @@ class Group:
 
 
 def read(path: str | Path) -> Run:
-    """A run from its folder.
+    """Read a run from its folder.
 
     Raises:
-        BlockSparseError: a folder without a run, or with files of one that are broken.
+        BlockSparseError: the folder has no run, or broken files.
     """
     path, there = Path(path), Path(path) / "config.json"
     if not there.is_file():
@@ -173,7 +173,7 @@ def read(path: str | Path) -> Run:
             raise BlockSparseError.expected(f"{there}, {key}", f"that of a run, {wanted}", f"{config.get(key)!r:.99}")
     integer(f"{there}, steps", config["settings"].get("steps"), 1, 2**63)
     integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
-    # Anything but a number, and a number too large to compute with, counts as unknown.
+    # Values that are not numbers, or too large to compute with, count as unknown.
     lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
     result = resume.read(path / "result.json") if (path / "result.json").exists() else None
     run = Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
@@ -188,7 +188,11 @@ def _is_number(value: Any) -> bool:
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
-    """The runs by all but their seed, in the order of the first of each; all of one unit."""
+    """Group runs by everything but their seed, in order of the first run of each group.
+
+    Raises:
+        BlockSparseError: the runs have different units.
+    """
     units = list(dict.fromkeys(run.unit for run in runs))
     if len(units) > 1:
         raise BlockSparseError.expected("runs", "figures of one unit", " and ".join(units))
@@ -199,7 +203,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     differ = [
         key for key in dict.fromkeys(k for one in meant for k in one) if len({str(m.get(key)) for m in meant}) > 1
     ]
-    # Names say it shortest where every group is one run.
+    # Run names are the shortest labels if every group has one run.
     alone = all(len(of) == 1 for of in found.values())
     return [
         Group(of[0].name if alone else _label(one, differ) or of[0].name, tuple(of))
@@ -208,10 +212,9 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def picture(path: str | Path, of: Sequence[Group]) -> None:
-    """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds unless the
-    runs had several instruction sets.
+    """Draw held-out figures as a PNG against steps, or epochs if all runs have them, and against seconds.
 
-    The lines are the means of the seeds, the bands their deviation.
+    Lines are means over seeds, bands their deviation. Runs on different instruction sets are not drawn against seconds.
     """
     from ..machine import where
 
@@ -251,14 +254,14 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     try:
         facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
     except (KeyError, TypeError, AttributeError):
-        facts = set()  # of another version, or not known
+        facts = set()  # unknown, or from another version
     if len(facts) == 1:
         figure.supxlabel(facts.pop(), size=7.5, color="0.4", x=0.01, ha="left")
     save(figure, path)
 
 
 def _range(figures: Sequence[float]) -> tuple[float, float]:
-    """From the best figure to where most of the curves' points are: the first ones would squeeze all others."""
+    """Return y limits from the best figure to where 90 % of the points are: the first points would squeeze the rest."""
     best, worst = min(figures), max(figures)
     third = sorted(figures)[(len(figures) * 9) // 10]
     top = min(worst, best + 2.5 * (third - best)) if third > best else worst
@@ -272,7 +275,7 @@ def _meant(run: Run) -> dict[str, Any]:
     settings = {key: run.settings.get(key, default) for key, default in usual.items() if key not in _ASIDE}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
-        chosen = "cell" in model  # one of several cells and patterns
+        chosen = "cell" in model  # a model with a choice of cells and patterns
         unused = {key for of, keys in _ONLY_OF.items() if chosen and of not in model.values() for key in keys}
         unused -= {key for of, keys in _ONLY_OF.items() if of in model.values() for key in keys}
         task["model"] = {key: value for key, value in model.items() if key not in _ASIDE and key not in unused}
@@ -280,7 +283,7 @@ def _meant(run: Run) -> dict[str, Any]:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Leaves by their last key: labels are short."""
+    """Flatten nested dicts to leaves by their last key, which keeps labels short."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= _flat(value) if isinstance(value, dict) else {key: value}
@@ -288,7 +291,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _label(meant: dict[str, Any], differ: Sequence[str]) -> str:
-    """A group's values of the keys in which groups differ, words first."""
+    """Join a group's values of the keys in which groups differ, words first."""
     shown = {key: meant[key] for key in differ if meant.get(key) is not None}
     words = [value for value in shown.values() if isinstance(value, str)]
     return ", ".join(words + [f"{key} {value}" for key, value in shown.items() if not isinstance(value, str)])

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: one launch from the host instead of hundreds."""
+"""Run a whole training step as one CUDA graph: one launch from the host instead of hundreds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Captures into `graph` what is done within it on `stream`; a capture that fails leaves nothing in its state.
+    """Capture the work within it on `stream` into `graph`, and undo PyTorch's state if the capture fails.
 
-    PyTorch's generator would go on as if it were captured, and its allocator keep memory for the graph.
+    Otherwise PyTorch's generator would stay in capture mode, and its allocator would keep memory for the graph.
     """
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
@@ -28,17 +28,17 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
                 raise
     except Exception as error:
         generator.graphsafe_set_state(before)
-        with suppress(RuntimeError):  # if PyTorch did it
+        with suppress(RuntimeError):  # PyTorch may have ended it
             torch._C._cuda_endAllocateToPool(device, graph.pool())
         raise said or error from None
 
 
 class GraphedStep:
-    """Calls `work(*inputs)`: the first few times directly, then as a graph captured from it.
+    """Calls `work(*inputs)`, the first `warmup` times directly and then as a captured graph.
 
-    `work` reads inputs of fixed shapes and tensors that stay, changes only such tensors, and does not wait for the GPU.
-    The first calls are steps like all others: they fill what is made only once. If the capture fails, `note` is called
-    with the reason, and the calls go on without.
+    `work` reads inputs of fixed shapes and fixed tensors, changes only such tensors, and does not wait for the GPU. The
+    first calls are ordinary steps; they fill caches. If the capture fails, `note` receives the reason, and all further
+    calls run directly.
     """
 
     def __init__(self, work: Callable[..., None], note: Callable[[str], None], warmup: int = 3):
@@ -53,7 +53,7 @@ class GraphedStep:
             self._capture(inputs)
         if self._graph is None:
             self._left = max(0, self._left - 1)
-            # Objects that a capture reuses must not have been made on the main stream.
+            # A capture must not reuse objects that were made on the main stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._work(*inputs)

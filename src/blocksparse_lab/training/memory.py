@@ -1,4 +1,4 @@
-"""Checks whether a model fits into memory, before any of it is made."""
+"""Check whether a model fits into memory before it is built."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from blocksparse.errors import BlockSparseError
 
 from ..machine import available_memory
 
-# Bytes of a number that is learned: itself, its gradient, and what an optimizer keeps of it at least.
+# Bytes per parameter: the parameter, its gradient, and the least state that an optimizer keeps.
 BYTES = 12
 
 
 def check_room(what: str, parameters: float) -> None:
-    """Refuses a model, or the option that gives its size, that could not be trained in the available memory.
+    """Raise if a model of this many parameters could not be trained in the available memory.
+
+    `what` names the model or the option that sets its size.
 
     >>> from blocksparse_lab.training.memory import check_room
     >>> check_room("width 100,000,000", 4e16)
@@ -21,7 +23,7 @@ def check_room(what: str, parameters: float) -> None:
     """
     try:
         there = available_memory()
-    except (OSError, ValueError):  # a system that does not tell; there the allocation itself fails
+    except (OSError, ValueError):  # memory unknown on this system: the allocation itself will fail
         return
     if BYTES * parameters > there:
         raise BlockSparseError.expected(

@@ -13,7 +13,8 @@ from .settings import Settings
 
 
 def optimizer_for(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the settings; decay is for parameters with two dimensions or more, in a group of their own."""
+    """Build the optimizer of the settings. Adam decays parameters with two or more dimensions, in a group of their
+    own."""
     if s.optimizer == "sgd":
         return SGD(parameters, s.learning_rate, s.momentum, s.weight_decay)
     if s.optimizer == "adagrad":
@@ -22,7 +23,7 @@ def optimizer_for(parameters: list[nn.Parameter], s: Settings, device: torch.dev
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    graph = s.cuda_graph and device.type == "cuda"  # a rate of its own for each step, in one graph
+    graph = s.cuda_graph and device.type == "cuda"  # one graph, in which the learning rate changes
     rate = torch.tensor(s.learning_rate, device=device) if graph else s.learning_rate
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=rate, betas=s.betas, eps=s.eps, fused=True, capturable=graph
@@ -30,7 +31,7 @@ def optimizer_for(parameters: list[nn.Parameter], s: Settings, device: torch.dev
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """The learning rate of a step, counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
     >>> from blocksparse_lab.training.optimizers import learning_rate
     >>> from blocksparse_lab.training.settings import Settings

@@ -1,4 +1,4 @@
-"""A run of several processes, as torchrun starts them: each takes its part of every batch, the first one writes."""
+"""Runs of several processes under torchrun: each computes a shard of every batch, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .callback import Task
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the processes of torchrun work together."""
+    """Options of a run of several processes."""
 
     timeout: float = option(300.0, "Under torchrun: seconds after which a process that does not answer has stopped.")
     shard: bool = option(
@@ -31,26 +31,26 @@ class Parallel:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this process prints and writes."""
         return here()[0] == 0
 
     def joined(self) -> Any:
-        """The processes' group, for a `with`: that of torchrun, or this process alone."""
+        """Return a context with torchrun's process group, or with this process alone."""
         return group.process_group(self.timeout)
 
 
 def here() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process and the number of processes."""
     return (0, 1) if group.is_single_process() else (dist.get_rank(), dist.get_world_size())
 
 
 class Loss(nn.Module):
-    """The loss of a task, whose model has its parameters."""
+    """A task's loss as a module with the parameters of the task's model."""
 
     def __init__(self, task: Task):
         super().__init__()
         self.model, self.task = task.model, task
-        # Without one, find_unused_parameters warns that there is none.
+        # find_unused_parameters warns if there is no unused parameter.
         self.unused = nn.Parameter(next(task.model.parameters()).new_zeros(()))
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -58,18 +58,18 @@ class Loss(nn.Module):
 
 
 class Averaged:
-    """The loss on this process's part of a batch, for gradients of the mean over all of it; the model may change."""
+    """The loss on this process's shard of a batch, whose gradients DDP averages. The task may change its model."""
 
     def __init__(self, task: Task, processes: int):
         self.task, self.processes = task, processes
         self._made: tuple[list[tuple[int, torch.Size]], nn.Module] | None = None
 
     def __call__(self, step: int) -> Tensor:
-        # DistributedDataParallel has buffers of the gradients' sizes.
+        # DistributedDataParallel has buffers of the sizes of the gradients.
         parameters = [(id(p), p.shape) for p in self.task.model.parameters()]
         if self._made is None or self._made[0] != parameters:
-            # With find_unused_parameters it does not group the gradients otherwise after the first step: a run that
-            # was restarted then sums in the same order. What batch norm counts is the first process's.
+            # With find_unused_parameters, DDP does not regroup gradients after the first step, so a resumed run sums
+            # in the same order. Rank 0 counts the statistics of batch norm.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has another name since PyTorch 2.13
                 wrapped = DistributedDataParallel(
@@ -79,13 +79,13 @@ class Averaged:
         return self._made[1](step)
 
 
-# In the errors of gloo and NCCL, which are plain RuntimeErrors where they come out of a backward pass.
+# Words in errors of gloo and NCCL, which a backward pass raises as plain RuntimeErrors.
 _OF_MESSAGES = ("gloo", "nccl", "c10d", "timeout", "timed out", "connection", "socket")
 
 
 @contextmanager
 def comm_errors() -> Iterator[None]:
-    """Names the process that does not answer, where a message fails within it; other errors stay as they are."""
+    """Report failed messages with the process that does not answer; other errors pass unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -97,12 +97,12 @@ def comm_errors() -> Iterator[None]:
 
 
 def agreed(value: int) -> int:
-    """The first process's number, on all."""
+    """Return rank 0's value on all ranks."""
     return int(group.broadcast(torch.tensor(value)))
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of PyTorch's generators of all processes, by the names in a checkpoint."""
+    """Return the states of PyTorch's generators of all ranks, by their names in a checkpoint."""
     mine = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         mine["cuda"] = torch.cuda.get_rng_state(device)
@@ -111,7 +111,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def take_rng_states(tensors: Mapping[str, Tensor], device: torch.device, seed: int, step: int, rank: int) -> None:
-    """Takes this process's states of a checkpoint; or, where it has fewer processes, draws its own."""
+    """Restore this rank's generator states; if the checkpoint had fewer ranks, seed the generators."""
     if _name("cpu", rank) not in tensors:
         seed_process(seed, step, rank)
         return
@@ -121,7 +121,7 @@ def take_rng_states(tensors: Mapping[str, Tensor], device: torch.device, seed: i
 
 
 def seed_process(seed: int, step: int, rank: int) -> None:
-    """Seeds PyTorch's generators: what is drawn for parts of a batch differs from process to process."""
+    """Seed PyTorch's generators; ranks draw different numbers for their shards of a batch."""
     drawn = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]
     torch.manual_seed(int(drawn >> np.uint64(1)) if rank else seed)
 

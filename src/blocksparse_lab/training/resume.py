@@ -1,4 +1,4 @@
-"""Reads and checks the progress that a run's folder records, which may be broken or from someone else."""
+"""Read and check what a run's folder records. Its files may be broken, or written by someone else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AGAIN = "without this file the run writes it again"
 
 
 class Progress(NamedTuple):
-    """The progress of a run; `logged` is step and seconds of the newest line of the log, `codes` name what ran."""
+    """Progress of a run: `logged` is step and seconds of the newest log line, `codes` name the versions that ran."""
 
     step: int
     seconds: float
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 
 def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
-    """The progress of a run of `steps`, from the metadata of its checkpoint."""
+    """Read the progress of a run of `steps` steps from its checkpoint's metadata."""
     logged, held_out, codes = about.get("logged"), about.get("held_out"), about.get("codes", [])
     if not isinstance(logged, list) or len(logged) != 2:
         raise BlockSparseError.expected(f"{path}, logged", "a step and seconds", f"{logged!r:.99}")
@@ -46,7 +46,7 @@ def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:
-    """Checks that the tensors of a checkpoint fit a model, its running means and its optimizer's state."""
+    """Check that a checkpoint's tensors fit a model, its running means and its optimizer's state."""
     stored, own = part(tensors, "model."), model.state_dict()
 
     def check(name: str, shape: list[int | None], dtype: torch.dtype | None) -> None:
@@ -65,7 +65,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
     for name, tensor in own.items():
         module, _, last = name.rpartition(".")
         if last in ("values", "crow_indices", "col_indices") and f"{module}.col_indices".removeprefix(".") in own:
-            # The checkpoint brings the layout, which the module checks itself.
+            # The module checks the layout that the checkpoint brings.
             check(f"model.{name}", [None, *tensor.shape[1:]], tensor.dtype if last == "values" else None)
         else:
             check(f"model.{name}", list(tensor.shape), tensor.dtype)
@@ -86,7 +86,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
 
 @contextmanager
 def taking_over(path: Path) -> Iterator[None]:
-    """Reports errors within it as faults of the checkpoint."""
+    """Report errors within it as faults of the checkpoint."""
     try:
         yield
     except BlockSparseError:
@@ -97,7 +97,7 @@ def taking_over(path: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads `result.json`, whatever it has."""
+    """Read `result.json` without a check of its content."""
     try:
         return checkpoint.read_json(path)
     except BlockSparseError as error:
@@ -105,7 +105,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def result(path: Path) -> dict[str, Any]:
-    """Reads `result.json`, with the numbers that all have."""
+    """Read `result.json` and check the numbers that every result has."""
     found = read(path)
     for name in ("held_out", "steps", "seconds", "bytes_per_second"):
         if not isinstance(found.get(name), int | float):

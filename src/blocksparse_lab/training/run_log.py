@@ -20,13 +20,13 @@ except ImportError:  # Windows
 
 
 class RunLog:
-    """RUN/log.jsonl, and TensorBoard's events where that is installed. It is locked while open."""
+    """RUN/log.jsonl, locked while open, and TensorBoard's events if it is installed."""
 
     def __init__(self, run: str | Path):
         self.path = Path(run) / "log.jsonl"
         self._events: Any = None
         try:
-            # Not through a link, which would let a folder from elsewhere have another file written to.
+            # Refuse links, through which a foreign folder could have another file overwritten.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
             self._file = open(os.open(self.path, flags, 0o666), "a+b")  # noqa: SIM115
         except OSError as error:
@@ -37,14 +37,14 @@ class RunLog:
             except BlockingIOError as error:
                 self._file.close()
                 raise BlockSparseError.expected(str(run), "a run to itself", "one that trains already") from error
-            except OSError:  # a file system without locks
+            except OSError:  # file systems without locks
                 pass
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A full disk was reported with the checkpoint already; and the lock must be released in any case.
+        # The checkpoint reported a full disk already, and the lock must be released.
         for one in (self._events, self._file):
             with suppress(OSError):
                 if one is not None:
@@ -54,8 +54,10 @@ class RunLog:
         return self.path.stat().st_size == 0
 
     def cut(self, step: int, drop: bool = True) -> int:
-        """Drops lines after `step`, and an incomplete last line; returns the step of the last one before them. Without
-        `drop` the file stays as it is."""
+        """Drop lines after `step` and an incomplete last line; return the step of the last remaining line.
+
+        With `drop=False` the file does not change.
+        """
         with self._room():
             self._file.seek(0)
             kept = last = 0
@@ -68,7 +70,7 @@ class RunLog:
         return last
 
     def draw(self, after: int) -> bool:
-        """Sends further lines to TensorBoard too, which drops its points after that step; False if not installed."""
+        """Send further lines to TensorBoard too, which drops its points after a step; False if it is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -78,7 +80,7 @@ class RunLog:
         return True
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a line, and a point to each of TensorBoard's curves."""
+        """Append a line, and a point to each TensorBoard curve."""
         with self._room():
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
@@ -87,7 +89,7 @@ class RunLog:
                     self._events.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk."""
+        """Wait until all lines are on disk."""
         with self._room():
             os.fsync(self._file.fileno())
 
@@ -101,7 +103,7 @@ class RunLog:
 
 
 class NoLog:
-    """The log of a process that writes none."""
+    """The log of a rank that writes none."""
 
     def __enter__(self) -> NoLog:
         return self
@@ -114,7 +116,7 @@ class NoLog:
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out."""
+    """Return the lines of a run's log without broken or incomplete ones; [] if there is no log."""
     path = Path(run) / "log.jsonl"
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -124,7 +126,7 @@ def read(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _step(line: bytes) -> float:
-    """The step of a log's line; infinity for an invalid line."""
+    """Return the step of a log line; infinity if the line is invalid."""
     try:
         step = parsed(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

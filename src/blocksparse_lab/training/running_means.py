@@ -1,4 +1,4 @@
-"""Keeps the running means of a model's parameters in step with connections that move."""
+"""Keep running means of parameters in step with connections that move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from blocksparse.surgery.weight_handle import handle_of
 
 
 def follow(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
-    """An `on_layout_change` after which the means, by the parameters' names, fit the model again.
+    """Return an `on_layout_change` that makes the means, by parameter name, fit the changed model.
 
-    The mean of a new connection begins with its first value.
+    The mean of a new connection starts at its initial value.
     """
     names = {module: f"{name}.values".removeprefix(".") for name, module in model.named_modules()}
 

@@ -1,4 +1,4 @@
-"""FSDP2 for the trainer: each process stores a piece of every parameter, and of what goes with it."""
+"""FSDP2 for the trainer: each process stores a shard of every parameter and of its state."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .callback import Task
 
 
 def shard(task: Task, processes: int, device: torch.device) -> None:
-    """Has FSDP2 shard a task's model: each layer of `blocksparse.nn` by itself, all else with the whole model.
+    """Shard a task's model by FSDP2: each layer of `blocksparse.nn` by itself, the rest with the whole model.
 
     Raises:
-        BlockSparseError: a task that replaces its model.
+        BlockSparseError: the task replaces its model.
     """
     if task.replaces_model:
         expected = "a task that trains one model throughout, or a run without it"
         raise BlockSparseError.expected("shard", expected, type(task).__name__)
     mesh = init_device_mesh(device.type, (processes,))
     for parameter in task.model.parameters():
-        parameter.data = parameter.data.contiguous()  # FSDP2 refuses the channels-last format
+        parameter.data = parameter.data.contiguous()  # FSDP2 does not support channels-last
     uses = Counter(map(id, (p for _, p in task.model.named_parameters(remove_duplicate=False))))
     for layer in list(_layers(task.model)):
         own = [uses[id(parameter)] == 1 for parameter in layer.parameters()]
-        # What layers share, or is called by none, is gathered with the whole model.
+        # Gather shared layers, and layers that are never called, with the whole model.
         if layer is not task.model and own and all(own) and type(layer).forward is not nn.Module.forward:
             fully_shard(layer, mesh=mesh)
     fully_shard(task.model, mesh=mesh)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of `blocksparse.nn` in a model."""
+    """Yield the outermost `blocksparse.nn` modules of a model."""
     if type(module).__module__.startswith("blocksparse.nn."):
         yield module
     else:
@@ -53,17 +53,17 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What is here of a tensor, sharing its memory, without its history."""
+    """Return this rank's shard of a tensor, detached, sharing its memory."""
     return local_of(tensor.detach())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that all processes get of their parts."""
+    """Gather a sharded tensor on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A copy of a tensor where another one of its shape is, sharded or laid out in memory as that one is."""
+    """Copy a tensor to the device, sharding and memory format of another tensor of the same shape."""
     if not isinstance(other, DTensor):
         return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
     offset, size = local_box("tensor", other)
@@ -73,7 +73,7 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Loads the state of a whole model, with its layouts, into one that is sharded."""
+    """Load the state of a whole model, with its layouts, into a sharded one."""
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             crow, col = (tensors[f"{name}.{key}".removeprefix(".")] for key in ("crow_indices", "col_indices"))

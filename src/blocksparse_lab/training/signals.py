@@ -1,4 +1,4 @@
-"""Signals that end a training: it stops after the step, not in it."""
+"""Signals that end a training after its current step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(KeyboardInterrupt):
-    """A training that a signal stopped, after saving: what handles any error of a run must not go on with the next."""
+    """A training was stopped by a signal and saved. A handler of failed runs must not continue with the next run."""
 
     def __init__(self, number: int, step: int):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -18,7 +18,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; the second one is a KeyboardInterrupt."""
+    """Collect SIGINT and SIGTERM in the yielded list; the second signal raises KeyboardInterrupt."""
     caught: list[int] = []
 
     def catch(number: int, frame: object) -> None:

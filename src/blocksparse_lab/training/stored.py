@@ -1,4 +1,4 @@
-"""Models from the checkpoints of runs, which may be broken or from someone else."""
+"""Load models from checkpoints of runs, which may be broken or from someone else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blocksparse.errors import BlockSparseError
 
 
 def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """The path, tensors and task of a checkpoint, or of the newest one in a run's folder."""
+    """Return path, tensors and task of a checkpoint, or of the newest one in a run's folder."""
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
     tensors, about = checkpoint.load(path)
@@ -29,7 +29,7 @@ def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tens
 
 
 def config_of(path: Path, task: dict[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
-    """The configuration of a task's model."""
+    """Return the configuration of a task's model."""
     config = task.get("model")
     if not isinstance(config, dict) or not config.keys() <= set(known):
         raise BlockSparseError.expected(str(path), f"the configuration of {wanted} of this version", f"{config!r:.200}")
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextmanager
 def parameters_of(path: Path, config: Any) -> Iterator[None]:
-    """Reports errors of making a model, and of loading its state, as faults of the checkpoint."""
+    """Report errors of building a model and loading its state as faults of the checkpoint."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, BlockSparseError) as error:  # types of options too
@@ -57,14 +57,14 @@ def load(
     sizes: Callable[[dict[str, Any]], Collection[str]],
     empty: Mapping[str, Any],
 ) -> M:
-    """The model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any.
+    """Load the model of a checkpoint or run folder on the CPU, with mean parameters if there are any.
 
     Args:
-        path, kind, expected: as of `read`.
-        config: the dataclass of its configuration.
-        model: makes it from that; it has `config` as an attribute.
-        sizes: the entries of a configuration that some tensor has as a size.
-        empty: entries with which no layout is drawn; the tensors bring theirs.
+        path, kind, expected: as for `read_checkpoint`.
+        config: dataclass of the configuration.
+        model: builds the model from a configuration and has the attribute `config`.
+        sizes: returns the configuration entries that are sizes of some tensor.
+        empty: entries for which no layout is drawn, as the tensors bring the layouts.
     """
     path, tensors, task = read(path, kind, expected)
     given = config_of(path, task, {field.name for field in fields(config)}, f"a {model.__name__}")

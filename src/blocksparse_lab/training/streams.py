@@ -1,4 +1,4 @@
-"""Streams of a text, which language models of bytes are trained on."""
+"""Streams of a text, on which language models of bytes are trained."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class LanguageSettings(Settings):
 
 
 class Streams(Task):
-    """The next byte of a text, on the way through it.
+    """Prediction of the next byte along a text.
 
-    `batch` streams begin evenly spaced in the training text and read it in chunks of `seq` bytes; where a stream comes
-    to the end of the text it goes on at the text's beginning.
+    `batch` streams start evenly spaced in the training text and read it in chunks of `seq` bytes. At the end of the
+    text a stream continues at the beginning.
 
     Args:
         model: scores the next byte after each byte.
-        text: what to train and to evaluate on.
-        batch, seq: streams, and bytes of a chunk.
+        text: to train and to evaluate on.
+        batch, seq: number of streams, and bytes of a chunk.
         evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
     """
 
@@ -59,7 +59,7 @@ class Streams(Task):
                 raise BlockSparseError.expected(name, "a positive int", value)
         if evaluated < 0 or evaluated == 1:
             raise BlockSparseError.expected("evaluated", "0 for all held-out bytes, or 2 or more", evaluated)
-        # Each chunk has the byte after it too, which is to be predicted.
+        # Each chunk has one more byte, which is only predicted.
         self.chunks = (len(text.train) - 1) // seq
         if self.chunks < batch:
             raise BlockSparseError.expected(
@@ -74,10 +74,10 @@ class Streams(Task):
         self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
         config = getattr(model, "config", None)
         described = asdict(config) if is_dataclass(config) and not isinstance(config, type) else repr(model)
-        self._about = described, _digest(text)  # now: FSDP2 renames the model
+        self._about = described, _digest(text)  # now, because FSDP2 renames the model
         self._train = text.train.to(device)
         self.held_out = text.held_out[: evaluated or None].to(device)
-        self.mine = slice(0, batch)  # of the streams
+        self.mine = slice(0, batch)  # this process's streams
         self._first = torch.arange(batch, device=device) * self.chunks // batch
         self._offsets = torch.arange(seq + 1, device=device).unsqueeze(1)
 
@@ -86,13 +86,13 @@ class Streams(Task):
         self._first = self._first[self.mine]
 
     def chunk(self, step: int) -> tuple[Tensor, Tensor]:
-        """The chunk of each stream with the byte after it, `[seq + 1, batch]`, and the numbers of these chunks."""
+        """Return each stream's chunk with the byte after it, `[seq + 1, batch]`, and the indices of these chunks."""
         at = (self._first + step) % self.chunks
         return self._train[at * self.seq + self._offsets], at
 
     @staticmethod
     def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Of the bytes `[steps, batch]` that were to be predicted, in nats; a target of -1 counts for nothing."""
+        """Return the cross entropy in nats for target bytes `[steps, batch]`; targets of -1 are ignored."""
         scores = logits.flatten(0, 1).float()
         return F.cross_entropy(scores, targets.flatten().long(), ignore_index=-1, reduction=reduction)
 
@@ -109,7 +109,7 @@ class Streams(Task):
 
 
 def _digest(text: Text) -> dict[str, Any]:
-    """Identifies the text and where it is split."""
+    """Identify the text and where it is split."""
     sha = hashlib.sha256()
     for data in (text.train, text.held_out):
         sha.update(data.numpy().data)

@@ -1,4 +1,4 @@
-"""Trains a task in a folder; calling it again resumes or extends the run, with the same bits as if never stopped."""
+"""Train a task in a folder. A repeated call resumes or extends the run, with the same bits as without the stop."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ from .signals import Interrupted, signals
 
 
 class Diverged(BlockSparseError):
-    """A loss, a gradient or a parameter is not finite."""
+    """A loss, gradient or parameter is not finite."""
 
 
 class Trainer:
-    """Trains a task in a folder.
+    """Trains a task in a run folder.
 
     Args:
         task: what to train.
-        run: the folder, made where there is none. It gets `config.json`, `log.jsonl` (a line for each logged step and
-            each evaluation), TensorBoard's events, `last.safetensors`, the newest checkpoint, and at the end
-            `result.json`.
-        settings: how.
+        run: the folder, created if missing. It gets `config.json`, `log.jsonl`, TensorBoard's events,
+            `last.safetensors` (the newest checkpoint), and at the end `result.json`.
+        settings: settings of the run, saved verbatim; with the task's description they identify the run.
         facts: further entries of `config.json` and `result.json`, ready for JSON.
 
-    A checkpoint has all that later steps depend on. So a run that was killed at any moment, and is trained again, ends
-    with the same bits as one that was not. Of more steps than it was begun with, it is extended.
+    A checkpoint has everything that later steps depend on. A run that was killed at any moment and resumes ends with
+    the same bits as one that was not killed. With more `steps` than before, a finished run is extended.
 
-    Where there is a process group, each process takes its part of every batch, gradients are averaged by
-    DistributedDataParallel, and the first process writes. With as many processes a killed run ends with the same bits
-    too; with another number, with the same up to rounding, and to what dropout draws. With `settings.shard` each stores
-    a piece of every parameter instead, by FSDP2; the checkpoint is the same file.
+    With a process group, each rank computes a shard of every batch, DistributedDataParallel averages gradients, and
+    rank 0 writes. A run resumes with the same bits on the same number of ranks. On another number it differs by
+    rounding and by what dropout draws. With `settings.shard`, FSDP2 shards every parameter; the checkpoint file is
+    the same.
     """
 
     def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
@@ -65,52 +64,52 @@ class Trainer:
         self.sharded = settings.shard and self.processes > 1
         if self.sharded:
             sharding.shard(task, self.processes, self.device)
-        self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0  # of training; of all its threads
-        self.held_out: float | None = None  # at the newest evaluation
+        self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0  # of training, the second over all threads
+        self.held_out: float | None = None  # newest held-out figure
         self.parameters = dict(self.model.named_parameters())
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
         self.optimizer = optimizer_for(list(self.parameters.values()), settings, self.device)
         task.attach(self.optimizer, self.ema)
         self._take_model()
-        # The rate of a group that the task has added stays in proportion to the settings'.
+        # Groups that the task added keep their rates in proportion to the first group's.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
-        # Over the steps since the last logged one; on the device, so that a GPU need not wait for the host each step.
+        # Sums since the last log line stay on the device, so that a GPU need not wait for the host.
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss = torch.zeros((), device=self.device)
         self._norm = torch.zeros((), device=self.device)
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._ema_weight = torch.zeros((), device=self.device)
         self._logged = (0, 0.0)  # step and seconds
-        self._machine = machine(self.device.type)  # now: a commit made later is not what runs here
-        self._codes = {code(self._machine)}  # of a run that goes on, those before too
+        self._machine = machine(self.device.type)  # at the start: a later commit is not what runs
+        self._codes = {code(self._machine)}  # and of earlier parts of a resumed run
         self._graph: GraphedStep | None = None
         self._callbacks: tuple[Callback, ...] = (task,)
 
     def _take_model(self) -> None:
-        """Takes the task's current model."""
+        """Use the task's current model and parameters."""
         self.model = self.task.model
         self.parameters = dict(self.model.named_parameters())
 
     @property
     def loss(self) -> float:
-        """The newest step's, in nats."""
+        """Loss of the newest step in nats."""
         return float(self._loss)
 
     @property
     def path(self) -> Path:
-        """The newest checkpoint."""
+        """Path of the newest checkpoint."""
         return self.run / "last.safetensors"
 
     # -- the course of a run -----------------------------------------------------------------------------------------
 
     def train(self, *callbacks: Callback) -> dict[str, Any]:
-        """Begins, or goes on, to the last step; returns what `result.json` has.
+        """Train to the last step, from the newest checkpoint if there is one; return the content of `result.json`.
 
         Raises:
-            BlockSparseError: another task or other settings than the run's, a loss or gradient that is not finite, a
-                full disk. The newest checkpoint is whole.
-            Interrupted: by SIGINT or SIGTERM, after the step was finished and saved; a second one stops at once.
+            BlockSparseError: the run has another task or other settings, a loss or gradient is not finite, or the disk
+                is full. The newest checkpoint stays whole.
+            Interrupted: SIGINT or SIGTERM arrived; the step was finished and saved. A second signal stops at once.
         """
         with signals() as caught:
             for _ in self.steps(*callbacks, caught=caught):
@@ -118,11 +117,11 @@ class Trainer:
         return resume.result(self.run / "result.json")
 
     def steps(self, *callbacks: Callback, caught: Sequence[int] = ()) -> Generator[int]:
-        """`train` step by step: yields the number of steps done after each. It may be left, and saves nothing then.
+        """Train step by step; yield the number of steps done. A caller may stop early, which saves nothing.
 
         Args:
-            callbacks: what takes part besides the task.
-            caught: signals; one in it ends the training.
+            callbacks: participants besides the task.
+            caught: a list of signals; training ends once it has one.
         """
         self._callbacks = (self.task, *callbacks)
         s = self.settings
@@ -137,7 +136,7 @@ class Trainer:
             self._call("began", self.step)
             if self.step == s.steps and parallel.agreed(result.exists()):
                 return
-            if self.rank == 0 and result.exists():  # of a run that is extended: with what was found of it set aside
+            if self.rank == 0 and result.exists():  # extended run: set its old results aside
                 for path in {*self.run.glob("*.json")} - {self.run / "config.json"}:
                     path.replace(path.with_suffix(".json.old"))
             if not log.draw(self.step):
@@ -155,7 +154,7 @@ class Trainer:
                     with self._phase("evaluate"), parallel.comm_errors():
                         self._evaluate(log)
                 late = 0 < s.save_minutes * 60 < time.perf_counter() - saved
-                # Clocks differ, and signals come at other steps.
+                # Clocks differ between ranks, and signals arrive at different steps.
                 old, signal = all_max(late, max(caught, default=0))
                 if self._due(s.save_every) or old or signal:
                     with self._phase("save"):
@@ -166,7 +165,7 @@ class Trainer:
                 yield self.step
             if self.rank == 0:
                 self._finish()
-            parallel.agreed(0)  # that it is written
+            parallel.agreed(0)  # wait until the result is written
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -194,7 +193,7 @@ class Trainer:
             )
         else:
             parallel.seed_process(self.settings.seed, 0, self.rank)
-            # Better to find a full disk now than after an hour.
+            # A full disk is better found now than after an hour.
             with self._phase("save"):
                 self._save(log)
         config = {
@@ -238,7 +237,7 @@ class Trainer:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        # At first the mean is over few steps: the initial parameters must not dominate it.
+        # At first the mean covers few steps, and the initial parameters must not dominate it.
         self._ema_weight.fill_(1 - min(s.ema, (1 + self.step) / (10 + self.step)))
         if self._graph is None:
             self._work(self.step)
@@ -247,8 +246,8 @@ class Trainer:
         self.step += 1
 
     def _work(self, *inputs: Any) -> None:
-        """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
-        self.optimizer.zero_grad()  # of what was stopped, or done before by others
+        """Run forward, backward and update for a step, or for a task's inputs within a CUDA graph."""
+        self.optimizer.zero_grad()  # an interrupted step, or other code, may have left gradients
         with self._autocast():
             if self.processes > 1 and not self.sharded:
                 loss = self._averaged_loss(*inputs)
@@ -261,19 +260,19 @@ class Trainer:
         self._norm.copy_(norm)
         self._total += self._loss
         self._finite &= torch.isfinite(self._total + norm)
-        if self.device.type == "cpu":  # other devices would have to wait for it
+        if self.device.type == "cpu":  # other devices would have to wait
             self._check_finite()
         if self.settings.clip:
             nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
         self.optimizer.step()
         self._call("after_update")
-        self.optimizer.zero_grad()  # now, as evaluations, evolutions and checkpoints need memory too
+        self.optimizer.zero_grad()  # frees memory for evaluations, layout changes and checkpoints
         with torch.no_grad():
             for name, mean in self.ema.items():
                 sharding.local(mean).lerp_(sharding.local(self.parameters[name]), self._ema_weight)
 
     def _backward(self, loss: Tensor) -> Tensor:
-        """Leaves the gradient of the mean over the batch, of which this process may have a part; returns the mean."""
+        """Compute gradients of the mean over the whole batch; return that mean."""
         if self.processes == 1:
             loss.backward()
             return loss.detach()
@@ -313,13 +312,13 @@ class Trainer:
         return self._started
 
     def _stop_clock(self) -> None:
-        """Adds the time since it was started: that of training, without evaluations and saving."""
+        """Add the time since the clock started to the training time, which excludes evaluations and saving."""
         started, cpu_started = self._started, self._cpu_started
         self.seconds += self._resume_clock() - started
         self.cpu_seconds += self._cpu_started - cpu_started
 
     def _log(self, log: RunLog | NoLog) -> None:
-        self._check_finite()  # on a GPU this waits for the steps, so that the time is theirs
+        self._check_finite()  # waits for a GPU, so that the time is that of the steps
         self._stop_clock()
         steps, seconds = self.step - self._logged[0], self.seconds - self._logged[1]
         record = {
@@ -342,7 +341,7 @@ class Trainer:
         self.model.eval()
         with torch.no_grad(), self._autocast(), torch.random.fork_rng(devices), self._averaged():
             self.held_out = self.task.evaluate(self.model)
-        reshard(self.model)  # of what was gathered for the evaluation nothing may stay
+        reshard(self.model)  # free what the evaluation gathered
         self.model.train()
         record = {"step": self.step, "held_out": self.held_out, "seconds": self.seconds}
         log.write(record)
@@ -351,7 +350,7 @@ class Trainer:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The model with the running means of its parameters, if there are any."""
+        """Use the running means as the model's parameters within it, if there are any."""
         try:
             self._swap_means()
             yield
@@ -359,7 +358,7 @@ class Trainer:
             self._swap_means()
 
     def _swap_means(self) -> None:
-        # In place: FSDP2 gathers from the memory that it made.
+        # In place, because FSDP2 gathers from its own memory.
         for name, mean in self.ema.items():
             own, other = sharding.local(self.parameters[name]), sharding.local(mean)
             kept = own.clone()
@@ -374,7 +373,7 @@ class Trainer:
             self._stop_clock()
         learned = [*self.parameters.items(), *self.ema.items()]
         broken = [nth for nth, (_, tensor) in enumerate(learned, 1) if not sharding.local(tensor).isfinite().all()]
-        if last := all_max(max(broken, default=0))[0]:  # which one process may have
+        if last := all_max(max(broken, default=0))[0]:  # only one rank may have it
             raise self._diverged(f"step {self.step}", "finite parameters", f"others in {learned[last - 1][0]}")
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
@@ -395,19 +394,19 @@ class Trainer:
             "processes": self.processes,
             "codes": sorted(self._codes),
         }
-        on_all(log.sync)  # log lines must be on disk before their checkpoint
+        on_all(log.sync)  # log lines must reach the disk before their checkpoint
         if self.sharded:
             single_file.write(self.path, tensors, about)
         elif self.rank == 0:
             checkpoint.save(self.path, tensors, about)
 
     def load(self) -> None:
-        """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
+        """Restore model, optimizer, task and PyTorch's generators from the newest checkpoint.
 
         Raises:
-            BlockSparseError: no checkpoint, one of another task or of other settings, or a tensor of it does not fit.
+            BlockSparseError: there is no checkpoint, it has another task or other settings, or a tensor does not fit.
         """
-        # Tensors are copied one by one from the file: all at once would take the memory of two models.
+        # Copy tensors one by one from the file: all at once would need the memory of two models.
         with checkpoint.opened(self.path) as (tensors, about):
             self._check_same(about)
             at = resume.progress(self.path, about, self.settings.steps)
@@ -416,7 +415,7 @@ class Trainer:
                 self.task.resume(state)
                 self._take_model()
                 resume.check_tensors(self.path, tensors, self.model, self.ema)
-                # First the model: its layouts determine the shapes of all that follows.
+                # The model comes first: its layouts determine all further shapes.
                 if self.sharded:
                     sharding.load_state_dict(self.model, checkpoint.part(tensors, "model."))
                 else:
@@ -452,7 +451,7 @@ class Trainer:
             key for key in {**theirs, **mine} if key not in free and theirs.get(key, "none") != mine.get(key, "none")
         ]
         if differ:
-            # Settings and the description of the task share some fields.
+            # Settings and the task's description share some fields.
             expected, got = (
                 ", ".join(dict.fromkeys(f"{key.partition('.')[2]} {of.get(key, 'none')}" for key in differ))
                 for of in (theirs, mine)
@@ -463,10 +462,10 @@ class Trainer:
 
 
 def _complete(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
-    """Return saved settings with those that did not exist when the run began: they had their defaults.
+    """Return saved settings, completed by the defaults of settings that did not exist when the run began.
 
-    Older versions saved the fields that all runs share. The recipe's own were compared by the task's description alone,
-    as they are now: then they count as equal.
+    Older versions saved only the settings that all runs share. The recipe's own fields then count as equal, since the
+    task's description has always been compared too.
     """
     mine, shared = asdict(own), asdict(Settings())
     is_old = not settings.keys() & (mine.keys() - shared.keys())
@@ -475,10 +474,10 @@ def _complete(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
 
 
 def device_of(name: str) -> torch.device:
-    """The device "cpu" or "cuda".
+    """Return the torch device for "cpu" or "cuda".
 
     Raises:
-        BlockSparseError: another one, or "cuda" without a GPU.
+        BlockSparseError: another name, or "cuda" without a GPU.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -488,14 +487,14 @@ def device_of(name: str) -> torch.device:
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of the tensor where the parameter is, in its memory format, as Adam had it."""
+    """Copy optimizer state to a parameter's device and, if the shapes agree, to its memory format, as Adam keeps it."""
     if tensor.shape != parameter.shape:
         return tensor.to(parameter.device, copy=True)
     return sharding.like(tensor, parameter)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their keys with dots between, as JSON would give them back."""
+    """Flatten nested dicts to values by dotted keys, as they come back from JSON."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
