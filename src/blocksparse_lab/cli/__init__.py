@@ -29,13 +29,13 @@ from .tune import tune
 
 
 class _Group(TyperGroup):
-    """Ends a user's mistake in one red line, not in a traceback, and Ctrl-C quietly."""
+    """Print a user's mistake as one red line instead of a traceback, and end quietly on Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (BlockSparseError, MemoryError) as error:
-            # Not marked up or wrapped: messages hold brackets, and a line of them can be copied.
+            # Without markup, as messages contain brackets, and without wrapping, so that lines can be copied.
             said = f"error: {str(error) or 'not enough memory'}"
             Console(stderr=True).print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None

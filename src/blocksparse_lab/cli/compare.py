@@ -1,4 +1,4 @@
-"""`blocksparse compare`: training runs as a table and as curves."""
+"""`blocksparse compare`: tables and curves of training runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
-    out: Annotated[Path | None, typer.Option(help="A PNG: held-out figures against steps and seconds.")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="Write a PNG of held-out figures against steps and seconds.")] = None,
     json_file: JsonFile = None,
     topology: Annotated[
-        bool, typer.Option("--topology", help="The runs' layouts instead: their measures, their NNSTD from each other.")
+        bool, typer.Option("--topology", help="Compare the runs' layouts: measures, and NNSTD distances.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="Of --topology: a page to look into the layouts.")] = None,
+    html: Annotated[Path | None, typer.Option(help="With --topology: write a page to explore the layouts.")] = None,
 ) -> None:
-    """Training runs side by side; those that differ in their seed alone also as mean and standard deviation."""
+    """Compare training runs; runs that differ only in their seed also by mean and standard deviation."""
     from ..training import compare as recipe
 
     if topology:
@@ -61,7 +61,7 @@ def compare(
 
 
 def _table(runs: list[Run], narrow: bool) -> Table:
-    """A row per run, without columns that would be empty."""
+    """Build a table with a row per run, without empty columns."""
     best = min((run.held_out for run in runs if run.held_out is not None), default=None)
     rows: list[dict[str, str]] = []
     for run in runs:
@@ -94,7 +94,7 @@ def _table(runs: list[Run], narrow: bool) -> Table:
 
 
 def _seeds(groups: list[Group]) -> Table:
-    """A row per group; differences are of runs of the same seed."""
+    """Build a table with a row per group; differences pair runs of the same seed."""
     rows = []
     for group in groups:
         mean, deviation = group.held_out or (None, None)
@@ -107,7 +107,7 @@ def _seeds(groups: list[Group]) -> Table:
 
 
 def _against(first: Group, group: Group) -> str:
-    """The difference of two groups, with the probability that it is chance; empty without two seeds that both have."""
+    """Format the difference of two groups with its p-value; "" without two shared seeds."""
     figures = [{run.settings.get("seed"): run.held_out for run in of.counted} for of in (first, group)]
     theirs, own = figures
     found = [x - y for seed, x in own.items() if x is not None and (y := theirs.get(seed)) is not None]
@@ -115,7 +115,7 @@ def _against(first: Group, group: Group) -> str:
 
 
 def _word(value: Any) -> str:
-    """A word or number from a file, with markup escaped and control characters removed; "" for anything else."""
+    """Escape a word or number from a file and remove control characters; "" for other values."""
     return escape("".join(filter(str.isprintable, str(value)))) if isinstance(value, str | int) else ""
 
 

@@ -1,4 +1,4 @@
-"""`blocksparse compare --topology`: the layouts of runs, their measures, and how far they are from each other."""
+"""`blocksparse compare --topology`: layouts of runs, their measures and distances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None, html: Path | None) -> None:
-    """Prints both tables; writes a picture, the numbers and a page if requested."""
+    """Print both tables; write a picture, the numbers and a page if requested."""
     from blocksparse import topology
     from blocksparse.topology import drawings
 
@@ -30,7 +30,9 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
 
     nets = [layouts.read(run) for run in runs]
     layers = {f"{net.name}, {name}": layer.layout for net in nets for name, layer in net.layers.items()}
-    layers = {name: layout for name, layout in layers.items() if layout.grid != (1, 1)}  # of one node
+    layers = {
+        name: layout for name, layout in layers.items() if layout.grid != (1, 1)
+    }  # layouts with one block are trivial
     if not layers:
         raise BlockSparseError.expected("runs", "one with block-sparse weights", "only dense ones")
     found = {name: topology.summary(layout, sources=sources(layout)) for name, layout in layers.items()}
@@ -63,7 +65,7 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
 
 
 def _comparable(distances: list[list[float | None]]) -> list[int]:
-    """The runs that can be compared with all those kept before them."""
+    """Return the runs that can be compared with all runs kept before them."""
     kept: list[int] = []
     for i, row in enumerate(distances):
         if all(row[j] is not None for j in [*kept, i]):

@@ -1,4 +1,4 @@
-"""`blocksparse demo`: what this library does, on this machine, in under two minutes."""
+"""`blocksparse demo`: show on this machine, in under two minutes, what the library does."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from .demo_page import Story
 
 DENSE, SPARSE = "dark_orange", "dodger_blue1"
-COLOR_NUMBERS = (208, 33)  # the same, of a terminal's 256
+COLOR_NUMBERS = (208, 33)  # the same among a terminal's 256 colours
 
-# Steps per second of the demo's limit, as two slow cores do them. This and not the clock fixes the number of steps,
-# so that a seed gives the same curve each time.
+# Steps per second on two slow cores. The number of steps depends on it, not on the clock, so that a seed gives the
+# same curve each time.
 STEPS_PER_SECOND = 20
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large each part is; smaller ones are for tests."""
+    """Sizes of the demo's parts; tests use smaller ones."""
 
     hidden: int = 4096
     batch: int = 64
@@ -46,20 +46,20 @@ class Sizes:
 
 
 def demo(
-    text: Annotated[Path | None, typer.Option(help="Train on this file; else on Python's own help topics.")] = None,
-    seconds: Annotated[float, typer.Option(help="Training stops after this; 20 steps are planned for each.")] = 80,
+    text: Annotated[Path | None, typer.Option(help="Train on this file; by default on Python's help topics.")] = None,
+    seconds: Annotated[float, typer.Option(help="Stop training after this time; plans 20 steps per second.")] = 80,
     out: Annotated[Path, typer.Option(help="Folder for demo.html and demo.json.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Of patterns, weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """The 2017 example, the speed-up, and a wide block-sparse model against a dense one, as a page that stays.
+    """Run the 2017 example, the speed-up, and a race of a wide block-sparse and a dense model; write a page.
 
-    Ctrl-C ends it early and keeps what is done.
+    Ctrl-C ends it early and keeps the results so far.
     """
     play(Console(), Sizes(), text, seconds, out, seed)
 
 
 def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out: Path, seed: int) -> None:
-    """`demo` at any sizes."""
+    """Run `demo` at any sizes."""
     from ..data import text as texts
     from ..machine import machine
     from ..recipes.next_byte import RaceSettings
@@ -76,7 +76,7 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     parts = texts.split(data, settings.context, name=name)
     make_folder(out)
 
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has no load average
     facts = machine() | {"load before": round(load, 2)}
     story = page.Story(facts, seed)
     console.print("[bold]blocksparse demo[/]")
@@ -184,7 +184,7 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
 
 
 def _plot(console: Console, race: Race) -> Text:
-    """The held-out bits per byte of both, as far as they are known."""
+    """Plot the held-out bits per byte of both models so far."""
     from .demo_page import bits_range
 
     curves = list(race.curves.values())
@@ -203,16 +203,16 @@ def plot(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> Text:
-    """Points joined by lines, of the dense model and the block-sparse one, in characters of a terminal.
+    """Plot the curves of the dense and the block-sparse model in characters of a terminal.
 
     Args:
         curves: x and y of each.
-        width, height: of the whole in characters, the numbers at the axes included.
+        width, height: of the whole plot in characters.
         x_range, y_range: of the axes.
     """
     import plotext
 
-    figure = plotext.figure  # the only one there is
+    figure = plotext.figure  # plotext has one global figure
     figure.clear()
     figure.theme("colorless").canvas("default").plot_size(width, height)
     figure.axes(False, side=1)
@@ -240,7 +240,7 @@ def _title(console: Console, number: int, text: str) -> None:
 
 
 def _as_dict(story: Story) -> dict[str, Any]:
-    """The numbers of a demo, ready for JSON."""
+    """Return the numbers of a demo, ready for JSON."""
     found: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
     if (example := story.example) is not None:
         names = ("hidden", "block", "batch", "relative_error", "largest_error")

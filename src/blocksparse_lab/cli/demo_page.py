@@ -1,4 +1,4 @@
-"""The page `blocksparse demo` leaves behind: one HTML file that needs no network, no server and no script."""
+"""The page of `blocksparse demo`: one HTML file without network, server or script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .page import render as filled
 
 @dataclass
 class Training:
-    """The third part of a demo: the text, what was trained on it and how far it came."""
+    """The race of a demo: the text, the models and their progress."""
 
     text: str
     train_bytes: int
@@ -36,7 +36,7 @@ class Training:
 
 @dataclass
 class Story:
-    """A demo's results so far; a part that has not run yet is None or empty."""
+    """Results of a demo so far; parts that did not run yet are None or empty."""
 
     machine: dict[str, Any]
     seed: int
@@ -47,7 +47,7 @@ class Story:
 
 
 def render(story: Story) -> str:
-    """The whole page."""
+    """Render the whole page."""
     values: dict[str, Any] = {"story": story, "outcomes": [], "best": None, "example": story.example}
     if story.example is not None:
         values["example_rows"] = example_rows(story.example)
@@ -62,7 +62,7 @@ def render(story: Story) -> str:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Two sentences: which model did better, and how long a step of each takes."""
+    """Say which model did better and how long a step of each takes."""
     dense, sparse = outcomes
     gain = 100 * (1 - sparse.held_out / dense.held_out)
     difference = f"{abs(gain):.1f} % {'fewer' if gain > 0 else 'more'}" if abs(gain) >= 0.3 else "no real difference"
@@ -75,7 +75,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def compared(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
-    """The rows of the table of models: a name, and a cell per model."""
+    """Return the rows of the models' table: a name and a cell per model."""
     return [
         ("hidden width", [f"{o.width:,}" for o in outcomes]),
         ("parameters", [f"{o.parameters:,}" for o in outcomes]),
@@ -88,7 +88,7 @@ def compared(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
 
 
 def bits_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The part of the bits-per-byte axis where the evaluations of these curves lie, with some room."""
+    """Return the range of the bits-per-byte axis for these curves."""
     seen = [bits for curve in curves for bits in curve.held_out]
     room = 0.06 * (max(seen) - min(seen)) or 0.1
     return min(seen) - room, max(seen) + room

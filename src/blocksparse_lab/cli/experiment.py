@@ -1,4 +1,4 @@
-"""`blocksparse experiment`: whole comparisons with seeds, tables and curves, dense against sparse."""
+"""`blocksparse experiment`: compare dense and sparse training over seeds, with tables and curves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Experiments(TyperCommand):
-    """A command whose help ends with the experiments, looked up only when it is shown, since that is slow."""
+    """A command whose help ends with a list of the experiments, which is slow to load."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from ..experiments import EXPERIMENTS
@@ -32,27 +32,30 @@ class Experiments(TyperCommand):
 
 
 def experiment(
-    name: Annotated[list[str] | None, typer.Argument(help="Some of those below, or all. None: a list.")] = None,
-    runs: Annotated[Path, typer.Option(help="A folder for the runs; those that are there go on.")] = Path("runs"),
-    out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("results"),
+    name: Annotated[list[str] | None, typer.Argument(help="Experiments, or all; without a name, list them.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs; resumes existing ones.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("results"),
     data_dir: Annotated[
-        Path | None, typer.Option(help="The folder of all data, or the data's own; else it is downloaded.")
+        Path | None, typer.Option(help="Folder of all data, or of this data; by default downloads it.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Some of the models, by name.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Some of the seeds.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this model; may be repeated.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Only this seed; may be repeated.")] = None,
     add: Annotated[
-        bool, typer.Option("--add", help="Runs of the report stay where none of their model and seed is here.")
+        bool, typer.Option("--add", help="Keep the report's runs of models and seeds that are not here.")
     ] = False,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Only the report, again, from its JSON.")] = False,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the report again from its JSON.")] = False,
     cores: Annotated[
-        int | None, typer.Option(help="Trains as many runs at a time, one thread each; of several: the idle cores.")
+        int | None,
+        typer.Option(
+            help="Runs to train at a time, one thread each; for several experiments, by default all idle cores."
+        ),
     ] = None,
-    hours: Annotated[float | None, typer.Option(help="Stops after this time; the same command goes on.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Stop after this time; the same command resumes.")] = None,
 ) -> None:
-    """Trains what an experiment compares, probes it, and writes what came out as JSON, Markdown and PNG.
+    """Train the runs of an experiment, evaluate them, and write the results as JSON, Markdown and PNG.
 
-    Every run goes on where it was stopped; several processes may do different ones (--only, --seed). Of several
-    experiments, or with --cores or --hours, the missing runs are trained side by side.
+    Runs resume where they stopped; several processes may train different runs (--only, --seed). Given several
+    experiments, --cores or --hours, the missing runs train side by side.
     """
     from .. import experiments
 
@@ -76,7 +79,7 @@ def experiment(
             _check_kept(one, of, runs / one, out, only or (), seed or ())
     if redraw:
         there = {one: of for one, of in chosen.items() if (out / f"{one}.json").exists()}
-        for one, of in (there or chosen).items():  # where there is none, the first one says so
+        for one, of in (there or chosen).items():  # if there is none, the first one raises
             _wrote(console, experiments.draw(one, of, out))
     elif len(chosen) > 1 or cores is not None or hours is not None:
         _side_by_side(console, chosen, runs, out, data_dir, only or (), seed or (), add, cores, hours)
@@ -96,7 +99,7 @@ def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
 
 
 def _check_kept(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
-    """The report that is there must not lose runs: said now, not after the training."""
+    """Check before training that the existing report will not lose runs."""
     from .. import experiments
     from ..experiments.experiment import seed_of
 
@@ -171,7 +174,7 @@ def _side_by_side(
         if any(of.finished(runs / one).values()):
             try:
                 _wrote(console, experiments.write(one, of, runs / one, out, add))
-            except BlockSparseError as error:  # the other reports are written
+            except BlockSparseError as error:  # write the other reports
                 unwritten = True
                 say(console, f"error: {error}", "red")
     if left:

@@ -1,4 +1,4 @@
-"""`blocksparse info`: what works here, and why the rest does not."""
+"""`blocksparse info`: list the backends that work here, and why others do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def info() -> None:
-    """Backends (usable, or why not), CPU features, instruction sets, versions."""
+    """Show backends (usable, or why not), CPU features, instruction sets and versions."""
     from blocksparse.ops import backends, cpu_core
 
     from ..machine import machine

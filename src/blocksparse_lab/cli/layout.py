@@ -1,4 +1,4 @@
-"""`blocksparse layout`: a pattern as a picture or a page, with its measures; or patterns proposed for a budget."""
+"""`blocksparse layout`: draw and measure a pattern, or propose patterns for a budget."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ DESIGN = "design"
 EVOLUTION = "evolution"
 PICTURES = ("matrix", "dense", "degrees", "spreading", "replacement")
 
-# In a graph of more blocks of features, paths are searched from this many of them, so that drawing stays quick.
+# Larger graphs search paths from this many nodes only, so that drawing stays quick.
 EXACT, SAMPLED = 8_000, 500
 
 
 @dataclass(frozen=True)
 class Options:
-    """What patterns take, each some of them."""
+    """Options of patterns; each pattern accepts some."""
 
-    density: float | None = option(None, "Part of the blocks that is stored.")
-    neighbors: int | None = option(None, "Of each node of a small world.")
-    rewire: float | None = option(None, "Part of the edges of a small world drawn again.")
-    m: int | None = option(None, "Edges that each new node of Barabasi-Albert brings.")
-    epsilon: float | None = option(None, "Erdos-Renyi's scale of density.")
-    bandwidth: int | None = option(None, "Of a banded pattern, in blocks.")
-    seed: int | None = option(None, "Of what is drawn at random.")
+    density: float | None = option(None, "Fraction of the blocks that are stored.")
+    neighbors: int | None = option(None, "Small world: neighbors of each node.")
+    rewire: float | None = option(None, "Small world: fraction of rewired edges.")
+    m: int | None = option(None, "Barabasi-Albert: edges of each new node.")
+    epsilon: float | None = option(None, "Erdos-Renyi: scale of the density.")
+    bandwidth: int | None = option(None, "Banded pattern: bandwidth in blocks.")
+    seed: int | None = option(None, "Random seed.")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a design is for."""
+    """Options of a design."""
 
-    params: str | None = option(None, f"Of {DESIGN}: the number of weights, as 800k or 2.5M.")
-    objective: str | None = option(None, f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
+    params: str | None = option(None, f"{DESIGN}: number of weights, such as 800k or 2.5M.")
+    objective: str | None = option(None, f"{DESIGN}: rank by mixing, path, clustering, balance or time.")
 
 
 @with_options
@@ -69,26 +69,26 @@ def layout(
     pattern: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes some; or {EVOLUTION}, which draws how "
-            "sparse training changes some."
+            help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes patterns; or {EVOLUTION}, which draws "
+            "how sparse training changes layouts."
         ),
     ],
     features: Annotated[int | None, typer.Option(help="Features in and out.")] = None,
-    shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that need not be square.")] = None,
+    shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that may be rectangular.")] = None,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
     given: Annotated[dict[str, Any], Given(Options)],
     budget: Annotated[dict[str, Any], Given(Budget)],
-    out: Annotated[Path | None, typer.Option(help="The picture; without it only the numbers are printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     picture: Annotated[
         str | None,
         typer.Option(
-            help=f"Of --out, one of {', '.join(PICTURES)}: its matrix; the same next to a dense one; its degrees; "
-            "activity that spreads from its middle (a GIF); what takes a dense layer's place at equal compute."
+            help=f"Content of --out, one of {', '.join(PICTURES)}: the matrix; the same next to a dense one; degrees; "
+            "activity spreading from the middle (a GIF); sparse layers with the compute of a dense one."
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="A page to look into it: one file, for any browser.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to explore it: one file, for any browser.")] = None,
 ) -> None:
-    """Draw a pattern; print its shape, density, degrees and graph measures. Or design one for a budget."""
+    """Draw a pattern, print its shape, density, degrees and graph measures, or design one for a budget."""
     if picture is not None and picture not in PICTURES:
         raise BlockSparseError.expected("--picture", f"one of {', '.join(PICTURES)}", repr(picture))
     if picture is not None and out is None:
@@ -122,7 +122,7 @@ def layout(
 
 
 def evolution(console: Console, out: Path) -> None:
-    """Trains some sparse nets and draws how their connections went apart."""
+    """Train sparse nets and draw how their connections diverge."""
     from blocksparse.topology.drawings import distance_map
 
     from ..recipes.evolution import evolve
@@ -139,7 +139,7 @@ def evolution(console: Console, out: Path) -> None:
 def propose(
     features: int | None, block_size: int, options: dict[str, Any], params: str | None = None, objective: str = "mixing"
 ) -> Proposals:
-    """Calls `bs.topology.design` with the options of the command line."""
+    """Call `bs.topology.design` with the options of the command line."""
     from blocksparse import topology
 
     for name in options:
@@ -154,7 +154,7 @@ def propose(
 def build(
     pattern: str, features: int | None, shape: str | None, block_size: int, options: dict[str, Any]
 ) -> BlockLayout:
-    """The layout of a named pattern, with the options that this pattern takes.
+    """Build the layout of a named pattern from the options that it accepts.
 
     >>> build("block_diagonal", 128, None, 32, {})
     BlockLayout(shape=(128, 128), block_size=(32, 32), nnz=4, density=0.25)
@@ -200,7 +200,7 @@ def _table(pattern: str, layout: BlockLayout) -> Table:
 
 
 def measures(layout: BlockLayout) -> list[tuple[str, str]]:
-    """A layout's measures, as the command shows them: names and values."""
+    """Return names and values of a layout's measures, as the command shows them."""
     rows = np.bincount(layout.row_of_block, minlength=layout.grid[0])
     cols = np.bincount(layout.col_indices().numpy(), minlength=layout.grid[1])
     return [
@@ -215,7 +215,7 @@ def measures(layout: BlockLayout) -> list[tuple[str, str]]:
 
 
 def sources(layout: BlockLayout) -> int | None:
-    """The number of blocks of features from which paths are searched; None for all."""
+    """Return the number of nodes from which to search paths; None for all."""
     return SAMPLED if sum(layout.grid) > EXACT else None
 
 

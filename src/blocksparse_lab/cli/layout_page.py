@@ -1,6 +1,6 @@
-"""The page of `blocksparse layout --html`: one file with layouts to look into, their measures and distances.
+"""The page of `blocksparse layout --html`: one file with layouts to explore, their measures and distances.
 
-Its script, `templates/layout.js`, is ours and goes into the file: nothing is loaded, from this machine or another.
+The script `templates/layout.js` is embedded: the page loads nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blocksparse.topology.drawings.matrix import coarse
 
 from . import page
 
-# The most blocks that a browser shows quickly; beyond, a cell stands for several blocks.
+# Most blocks that a browser draws quickly; larger layouts get cells of several blocks.
 LARGEST, BLOCKS = 20_000, 400_000
 
 
@@ -30,9 +30,9 @@ class Shown:
     """A layout on the page.
 
     Args:
-        name: what it is, as the page writes it.
+        name: its title.
         layout: of any shape and size.
-        measures: names and values, the same names for all.
+        measures: names and values; all layouts have the same names.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Distances:
 
     Args:
         names: of the nets.
-        matrix: NNSTD, `[nets][nets]`; None where two nets cannot be compared.
-        note: why not, or nothing.
+        matrix: NNSTD, `[nets][nets]`; None for pairs that cannot be compared.
+        note: why not, or "".
     """
 
     names: Sequence[str]
@@ -56,19 +56,19 @@ class Distances:
 
 
 def render(title: str, text: str, shown: Sequence[Shown], distances: Distances | None = None) -> str:
-    """The whole page.
+    """Render the whole page.
 
     Args:
-        title: at its top.
-        text: a sentence below it.
-        shown: one layout or more.
-        distances: of nets from each other, where there are some.
+        title: of the page.
+        text: a sentence below the title.
+        shown: one or more layouts.
+        distances: between nets, if any.
     """
     from markupsafe import Markup
 
-    # "<" would end the element, whatever a layout is called.
+    # "<" in a name would end the element.
     packed = json.dumps([_packed(one) for one in shown], separators=(",", ":")).replace("<", "\\u003c")
-    # Not all have all: a net without paths has no mean path length.
+    # Some measures are missing for some layouts: a net without paths has no mean path length.
     measures = {name: [dict(one.measures).get(name, "") for one in shown] for one in shown for name, _ in one.measures}
     return page.render(
         "layout.html",
@@ -85,7 +85,7 @@ def render(title: str, text: str, shown: Sequence[Shown], distances: Distances |
 def _packed(one: Shown) -> dict[str, Any]:
     layout = one.layout
     step = -(-max(layout.grid) // LARGEST)
-    if layout.nnz > BLOCKS:  # so few cells that all of them may be full
+    if layout.nnz > BLOCKS:  # cells of several blocks
         step = max(step, -(-max(layout.grid) // 512))
     rows, cols, counts, cells = coarse(layout, step)
     start = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=cells[0]))])
@@ -108,7 +108,7 @@ def _packed(one: Shown) -> dict[str, Any]:
 
 
 def _base64(numbers: np.ndarray) -> str:
-    """The bytes of each, 2 or 4, and then all."""
+    """Encode the size of a number, 2 or 4 bytes, and then all numbers."""
     size = 2 if numbers.max(initial=0) < 2**16 else 4
     return f"{size}{base64.b64encode(numbers.astype(f'<u{size}').tobytes()).decode()}"
 

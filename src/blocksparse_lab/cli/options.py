@@ -1,4 +1,4 @@
-"""Options of a command from the fields of dataclasses (`blocksparse_lab.option`), and the values that they share."""
+"""Command-line options from fields of dataclasses (`blocksparse_lab.option`), and shared option types."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import typer
 
 from blocksparse.errors import BlockSparseError
 
-Run = Annotated[Path, typer.Option(help="The run's folder. A run that is there goes on.")]
-DataDir = Annotated[Path | None, typer.Option(help="A folder with its files; else they are downloaded.")]
+Run = Annotated[Path, typer.Option(help="Run folder; resumes an existing run.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the files; by default downloads them.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
 @dataclass(frozen=True)
 class Given:
-    """Marks a dict of those fields of a dataclass that the user gave: their options have no default."""
+    """Marks a dict of the fields of a dataclass that the user set; their options have no defaults."""
 
     of: type
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer, with an option for each described field of the dataclasses among its parameters' types.
+    """Turn a function into a typer command with an option per described field of its dataclass parameters.
 
-    Its parameters are keyword-only. A parameter's type is a dataclass, which it gets; or
-    `Annotated[dict[str, Any], DATACLASS]`, for the values by the fields' names; or
-    `Annotated[dict[str, Any], Given(DATACLASS)]`. Fields of one name are one option. Sizes, such as `tuple[int, ...]`,
-    are given with commas between.
+    Parameters are keyword-only. A parameter of a dataclass type receives an instance; one of type `Annotated[dict[str,
+    Any], DATACLASS]` receives a dict by field names; `Annotated[dict[str, Any], Given(DATACLASS)]` receives the fields
+    that the user set. Fields with equal names share an option. Sizes, such as `tuple[int, ...]`, are written with
+    commas.
     """
     own = inspect.signature(command, eval_str=True).parameters
     shown: dict[str, inspect.Parameter] = {}
@@ -67,7 +67,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _dataclass_of(annotation: Any) -> tuple[type | None, bool]:
-    """The dataclass that a parameter's type names, and whether only given values are asked for."""
+    """Return the dataclass in a parameter's type, and whether it is marked by `Given`."""
     for one in (annotation, *get_args(annotation)[1:]):
         if isinstance(one, Given):
             return one.of, True
@@ -91,7 +91,7 @@ def _option(of: Field[Any], hint: Any, only_given: bool) -> inspect.Parameter:
 
 
 def parse_sizes(text: str, name: str = "hidden") -> tuple[int, ...]:
-    """Sizes such as the features of hidden layers.
+    """Parse sizes such as the features of hidden layers.
 
     >>> parse_sizes("4000,1000,4000")
     (4000, 1000, 4000)
@@ -102,7 +102,7 @@ def parse_sizes(text: str, name: str = "hidden") -> tuple[int, ...]:
 
 
 def parse_count(text: str, name: str = "params") -> int:
-    """A number with k, M or G behind it, or without.
+    """Parse a number, optionally with k, M or G.
 
     >>> [parse_count(text) for text in ("800k", "2.5M", "1_000")]
     [800000, 2500000, 1000]

@@ -1,4 +1,4 @@
-"""Pages from Jinja2 templates, with charts by matplotlib in them: one HTML file each that needs no network."""
+"""HTML pages from Jinja2 templates with matplotlib charts: one file each, without network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.topology.drawings.style import figure_and_axes
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Of what is drawn, on white paper as on black.
+# Colours that work on white and on black paper.
 INK, DENSE, SPARSE = "#7b8797", "#d9742b", "#2f86cf"
 
 
 def render(template: str, filters: dict[str, Any] | None = None, **values: Any) -> str:
-    """A page from a template; values are escaped, except `markupsafe.Markup`.
+    """Render a page from a template; values are escaped, except `markupsafe.Markup`.
 
     Raises:
         BlockSparseError: Jinja2 is not installed.
@@ -33,7 +33,7 @@ def render(template: str, filters: dict[str, Any] | None = None, **values: Any) 
 
 
 def axes_for_page(size: tuple[float, float], columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """As `figure_and_axes`, in the colours of a page."""
+    """Return `figure_and_axes` in the colours of a page."""
     figure, axes = figure_and_axes(size, columns, **grid)
     for one in [axes] if columns == 1 else axes:
         one.patch.set_alpha(0)
@@ -46,7 +46,7 @@ def axes_for_page(size: tuple[float, float], columns: int = 1, **grid: Any) -> t
 
 
 def image(figure: Any, words: str) -> Any:
-    """A figure as an element of a page, which is described by words for those who cannot see it."""
+    """Convert a figure to an element of a page; `words` describe it to readers who cannot see it."""
     from markupsafe import Markup
     from matplotlib import rc_context
 

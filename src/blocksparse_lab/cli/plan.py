@@ -1,4 +1,4 @@
-"""`blocksparse plan`: what training on many devices takes, by engine, and which to choose."""
+"""`blocksparse plan`: predict memory and time of training on many devices, and recommend an engine."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_GPUS, MAX_TOKENS, MAX_PARAMS = 10**7, 10**9, 10**13
-# Of GB, GB/s and devices of a node.
+# Bounds of GB, GB/s and devices per node.
 MIN_RATE, MAX_RATE = 1e-6, 1e6
 
 
 def plan(
-    params: Annotated[str, typer.Option(help="Stored weights, such as 10B: what is trained, without zeros.")] = "1B",
-    density: Annotated[float, typer.Option(help="Stored blocks of all: at 0.05 the net is 20 times as large.")] = 0.1,
-    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
-    machine: Annotated[str, typer.Option(help="h100, h200, or a file that --measure --json wrote.")] = "h100",
-    layers: Annotated[int | None, typer.Option(help="Transformer layers; else width / 128.")] = None,
-    width: Annotated[int | None, typer.Option(help="Features; else from --params.")] = None,
+    params: Annotated[str, typer.Option(help="Stored weights, such as 10B.")] = "1B",
+    density: Annotated[float, typer.Option(help="Fraction of the blocks that are stored.")] = 0.1,
+    gpus: Annotated[int, typer.Option(help="Total number of devices.")] = 8,
+    machine: Annotated[str, typer.Option(help="h100, h200, or a file written by --measure --json.")] = "h100",
+    layers: Annotated[int | None, typer.Option(help="Transformer layers; by default width / 128.")] = None,
+    width: Annotated[int | None, typer.Option(help="Features; by default from --params.")] = None,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences per device and step.")] = 1,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Of products and gathers: bf16, fp16 or fp32.")] = "bf16",
-    pure: Annotated[bool, typer.Option("--pure", help="Values and states in --dtype too, not in fp32.")] = False,
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32, for products and gathers.")] = "bf16",
+    pure: Annotated[bool, typer.Option("--pure", help="Keep weights and states in --dtype too, not in fp32.")] = False,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are computed again, not kept.")] = False,
-    memory: Annotated[float | None, typer.Option(help="GB of a device, instead of the machine's.")] = None,
-    per_node: Annotated[int | None, typer.Option(help="Devices of a node, instead of the machine's.")] = None,
-    inside: Annotated[float | None, typer.Option(help="GB/s of a device inside its node, one direction.")] = None,
-    between: Annotated[float | None, typer.Option(help="GB/s of a device between nodes, one direction.")] = None,
-    measure: Annotated[int, typer.Option(help="Measure this machine with this many processes instead.")] = 0,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Recompute activations instead of keeping them.")
+    ] = False,
+    memory: Annotated[float | None, typer.Option(help="GB per device; by default the machine's.")] = None,
+    per_node: Annotated[int | None, typer.Option(help="Devices per node; by default the machine's.")] = None,
+    inside: Annotated[float | None, typer.Option(help="GB/s per device within a node, one direction.")] = None,
+    between: Annotated[float | None, typer.Option(help="GB/s per device between nodes, one direction.")] = None,
+    measure: Annotated[int, typer.Option(help="Instead, measure this machine with this many processes.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Predicts memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""
+    """Predict memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""
     from ..planner import hardware, net
     from ..planner.plan import USABLE, Job, plans, recommend
 
@@ -91,7 +93,7 @@ def plan(
 
 
 def _changed(device: Hardware, **given: float | None) -> Hardware:
-    """With memory and rates in GB, where they are given."""
+    """Return the device with the given memory and rates, in GB."""
     from ..planner.hardware import GB, Network
 
     changes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a command shows of a training run: a bar with the newest figures, and a line for each evaluation."""
+"""Progress of a training run: a bar with the newest figures, and a line per evaluation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..training.parallel import here
 from ..training.trainer import Callback, Interrupted, Trainer
 from .terminal import LEFT, bar, plural, say
 
-# Without a terminal, a line of progress is printed this often at most.
+# Without a terminal, print at most one progress line in this time.
 SECONDS_BETWEEN_LINES = 10
-EVALUATIONS = 20  # that have a line, about
+EVALUATIONS = 20  # approximate number of evaluations that get a line
 
 _SHORT = {"bits per character": "bpc", "bits per dimension": "bpd"}
 
 
 def console() -> Console:
-    """Where a training is shown: of several processes, only the first one prints."""
+    """Return the console of a training, quiet except on rank 0."""
     return Console(quiet=here()[0] > 0)
 
 
 def show(console: Console, trainer: Trainer, *about: str) -> None:
-    """Trains with progress shown; prints before it what is trained, and at the end the result, or how to resume."""
+    """Train with progress shown; print what is trained before, and at the end the result or how to resume."""
     for nth, line in enumerate(about, 1):
         console.print(line, style="dim" if 1 < nth == len(about) else None, highlight=False)
     if trainer.settings.warmup > trainer.settings.steps:
@@ -55,7 +55,7 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
 
 
 class _Bar(Callback):
-    """A bar with the newest figures, and each evaluation as a line; without a terminal other figures now and then."""
+    """A bar with the newest figures, and lines for evaluations; without a terminal also lines for other figures."""
 
     def __init__(self, progress: Progress, trainer: Trainer):
         self.progress, self.trainer, self.console = progress, trainer, progress.console
@@ -98,7 +98,7 @@ class _Bar(Callback):
 
 
 def _at(trainer: Trainer, step: int) -> str:
-    """The place of a step in the run, in epochs where there are some.
+    """Return the position of a step in the run, in epochs if the run has epochs.
 
     >>> from types import SimpleNamespace as Some
     >>> some = Some(steps=1200)
@@ -117,7 +117,8 @@ def _speed(trainer: Trainer, record: Mapping[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """
+    """Format seconds.
+
     >>> _duration(5), _duration(75), _duration(7300)
     ('5 s', '1 min 15 s', '2 h 1 min')
     """

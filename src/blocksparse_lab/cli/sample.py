@@ -1,4 +1,4 @@
-"""`blocksparse sample`: text that a language model writes, or images that a PixelCNN draws."""
+"""`blocksparse sample`: text from a language model, or images from a PixelCNN."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from .terminal import COUNT, LEFT, bar, say
 
 
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
-    prompt: Annotated[str, typer.Option(help="Of text: what comes before.")] = "",
-    length: Annotated[int, typer.Option(help="Of text: bytes to write.")] = 1000,
-    temperature: Annotated[float, typer.Option(help="Of text: below 1 the likely; 0 the likeliest.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Of text: draw from this number of likeliest bytes only.")] = None,
-    count: Annotated[int, typer.Option(help="Of images: how many.")] = 16,
-    out: Annotated[Path, typer.Option(help="Of images: the PNG.")] = Path("samples.png"),
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint or run folder.")],
+    prompt: Annotated[str, typer.Option(help="Text: the beginning.")] = "",
+    length: Annotated[int, typer.Option(help="Text: number of bytes.")] = 1000,
+    temperature: Annotated[
+        float, typer.Option(help="Text: below 1 prefers likely bytes; 0 takes the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Text: draw only from this many likeliest bytes.")] = None,
+    count: Annotated[int, typer.Option(help="Images: how many.")] = 16,
+    out: Annotated[Path, typer.Option(help="Images: the PNG file.")] = Path("samples.png"),
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Write text, byte by byte as it comes, or draw images into one PNG, whichever the model was trained on.
+    """Write text byte by byte, or draw images into one PNG, depending on the model.
 
-    What is no UTF-8 shows as a replacement character.
+    Invalid UTF-8 shows as a replacement character.
     """
     from blocksparse import checkpoint as checkpoints
 
@@ -72,5 +74,5 @@ def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int 
 
 
 def _harmless(text: str) -> str:
-    """The text without characters that control a terminal."""
+    """Replace characters that control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

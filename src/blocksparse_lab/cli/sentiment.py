@@ -1,4 +1,4 @@
-"""`blocksparse sentiment`: what a language model knows of sentiment, by the published protocol."""
+"""`blocksparse sentiment`: probe a language model for sentiment, by the published protocol."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 def sentiment(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a byte model, or the folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Byte model's checkpoint or run folder.")],
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
-    data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
-    limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with sst/ or aclImdb/; by default downloads.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many texts per part, for a quick test.")] = None,
     of: Annotated[
         str,
         typer.Option(
-            help="What the probe sees: cell, the last cell state; squashed, the same by tanh; hidden, the last hidden "
-            "state; fading, a fading mean of the hidden states; mean, their mean."
+            help="State to probe: cell, the last cell state; squashed, its tanh; hidden, the last hidden state; "
+            "fading, a fading mean of the hidden states; mean, their mean."
         ),
     ] = "cell",
-    standardize: Annotated[bool, typer.Option("--standardize", help="Give each feature deviation 1 first.")] = False,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Also words and pairs of words, TF-IDF.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the PNG; else the checkpoint's.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts side by side.")] = 128,
-    chunk: Annotated[int, typer.Option(help="Bytes per call of the model; more cost memory.")] = 64,
+    standardize: Annotated[bool, typer.Option("--standardize", help="Standardise features first.")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also fit TF-IDF of words and pairs of words.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for JSON and PNG; by default the checkpoint's.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 128,
+    chunk: Annotated[int, typer.Option(help="Bytes per call of the model; more need more memory.")] = 64,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of what is drawn of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the split.")] = 0,
 ) -> None:
-    """A sparse linear probe on a language model's states of each text: accuracy, features used, best unit.
+    """Fit a sparse linear probe on a language model's states of texts: accuracy, features used, best unit.
 
-    L1 logistic regression, C chosen on the validation part, tested once. The features are kept with the checkpoint:
-    a second call reads them.
+    L1 logistic regression; C is chosen on the validation part, and the test part is used once. Features are cached next
+    to the checkpoint.
     """
     import torch
 
@@ -62,7 +62,7 @@ def sentiment(
         raise BlockSparseError.expected("of", f"one of {', '.join(recipe.STATES)}", of)
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
-    report.figure_and_axes((1, 1))  # a missing package is reported now, not after the features
+    report.figure_and_axes((1, 1))  # report a missing package now, not after hours
     folder = make_folder(path.parent if out is None else out)
 
     def load() -> Any:

@@ -1,4 +1,4 @@
-"""`blocksparse sparsify`: a checkpoint with block-sparse weights."""
+"""`blocksparse sparsify`: make a checkpoint block-sparse."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from .terminal import say
 def sparsify(
     model: Annotated[
         Path,
-        typer.Argument(
-            help="A byte model's checkpoint or run, a folder of transformers, or a *.safetensors of weights."
-        ),
+        typer.Argument(help="Byte model's checkpoint or run, transformers folder, or *.safetensors of weights."),
     ],
-    density: Annotated[float, typer.Option(help="Part of the weights to keep.")] = 0.1,
+    density: Annotated[float, typer.Option(help="Fraction of the weights to keep.")] = 0.1,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
     criterion: Annotated[str, typer.Option(help="Score of a block: l2, magnitude, max or lamp.")] = "lamp",
     scope: Annotated[
-        str, typer.Option(help="One threshold with a floor (careful) or without (global), each alone (layer), or erk.")
+        str,
+        typer.Option(help="Threshold: one with a floor (careful), one (global), one per weight (layer), or erk."),
     ] = "careful",
-    skip: Annotated[list[str] | None, typer.Option(help="A module or weight to leave dense; again for others.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint and report.json.")] = None,
-    tokens: Annotated[int, typer.Option(help="Rows of the inputs to be fast for.")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="Also where dense is faster; else such weights stay.")] = False,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Only say what would come of it.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(help="Module or weight to leave dense; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint and report.json.")] = None,
+    tokens: Annotated[int, typer.Option(help="Rows of the inputs for which weights must be faster.")] = 64,
+    force: Annotated[bool, typer.Option("--force", help="Sparsify also weights that are faster dense.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Report only; write nothing.")] = False,
 ) -> None:
-    """Drop the blocks with the lowest scores from a trained model; write it and say what came of each weight.
+    """Drop the blocks with the lowest scores from a trained model, write it, and report on each weight.
 
-    In a *.safetensors of weights all that is 2-D is a linear weight, but for names with "emb" in them.
+    In a *.safetensors of weights, each 2-D tensor counts as a linear weight unless its name contains "emb".
     """
     from ..recipes import sparsify as recipe
 

@@ -1,4 +1,4 @@
-"""What all commands share: tables, lines and progress bars on the terminal, and the files that an option asks for."""
+"""Tables, lines, progress bars and output files, shared by all commands."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from blocksparse.errors import BlockSparseError
 
 from ..text_table import table as table
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this JSON file.")]
 
 COUNT = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
 LEFT = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Prints a line as it is: not wrapped, so that it can be copied, and without colours that guess."""
+    """Print a line verbatim: not wrapped, so that it can be copied, and without highlighting."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def short(number: float, letters: str = "kMBT") -> str:
-    """
+    """Format a number in three digits and a letter.
+
     >>> short(86_319_360), short(1.2e9, "kMG"), short(512)
     ('86.3M', '1.2G', '512')
     """
@@ -48,7 +49,8 @@ def short(number: float, letters: str = "kMBT") -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """
+    """Format a count and its noun.
+
     >>> plural(1, "epoch"), plural(1200, "epoch")
     ('1 epoch', '1,200 epochs')
     """
@@ -59,13 +61,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def bar(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:
-    """A bar, with counts unless columns are given; on terminals only."""
+    """Return a progress bar, by default with counts; shown only on terminals."""
     return Progress(*(columns or COUNT), console=console, transient=transient, disable=not console.is_terminal)
 
 
 @contextmanager
 def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function of (stage, done, total) that shows the newest stage in one line; on terminals only."""
+    """Yield a function of (stage, done, total) that shows the newest stage in one line, only on terminals."""
     tasks: dict[str, Any] = {}
     with bar(console, *COUNT[:2], TaskProgressColumn(), *LEFT) as progress:
 
@@ -83,7 +85,7 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def make_folder(out: Path) -> Path:
-    """Makes the folder of an `--out`; called before anything takes time."""
+    """Create the folder of an `--out` before anything takes time."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,7 +94,7 @@ def make_folder(out: Path) -> Path:
 
 
 def write(console: Console, option: str, path: Path, content: str | dict[str, Any], more: str = "") -> None:
-    """Writes a file that an option asks for, a dict as JSON, and says so."""
+    """Write the file of an option, a dict as JSON, and report it."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     try:
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`blocksparse train`: training runs in a folder each; the same command goes on with one that stopped."""
+"""`blocksparse train`: train models in run folders; the same command resumes a run."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from .progress import console, show
 from .terminal import plural, stages
 
 train = typer.Typer(
-    name="train", help="Train a model in a folder; the same command again goes on with it.", no_args_is_help=True
+    name="train", help="Train a model in a run folder; the same command resumes the run.", no_args_is_help=True
 )
 
 S = TypeVar("S", bound=Settings)
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 TextFile = Annotated[Path | None, typer.Option(help="Train on this file.")]
-TextName = Annotated[str | None, typer.Option(help="Or on a text by name: enwik8, text8, imdb, python, ...")]
-HeldOut = Annotated[float, typer.Option(help="Part of the text, its tail, to evaluate on.")]
+TextName = Annotated[str | None, typer.Option(help="Train on a text by name: enwik8, text8, imdb, python, ...")]
+HeldOut = Annotated[float, typer.Option(help="Fraction of the text, its tail, to evaluate on.")]
 ImageData = Annotated[str, typer.Option(help="cifar10 or fashion_mnist.")]
 
 
 def _together(command: Callable[..., None]) -> Callable[..., None]:
-    """Has the command join the processes of torchrun, if it started this one."""
+    """Make a command join torchrun's processes, if it was started by torchrun."""
 
     @wraps(command)
     def joined(*, parallel: Parallel, **given: Any) -> None:
         with parallel.joined(), warnings.catch_warnings():
-            # Of outputs that are views: the models here change none in place.
+            # The warning is about in-place changes of outputs that are views; the models here make none.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             command(parallel=parallel, **given)
 
@@ -68,14 +68,14 @@ def charlm(
     data_dir: DataDir = None,
     held_out: HeldOut = 0.1,
     width: Annotated[
-        int | None, typer.Option(help="Hidden units of a layer; about 1024 unless given.", show_default=False)
+        int | None, typer.Option(help="Hidden units per layer; by default about 1024.", show_default=False)
     ] = None,
-    params: Annotated[str | None, typer.Option(help="Or this many parameters, as 800k: finds the width.")] = None,
+    params: Annotated[str | None, typer.Option(help="Choose the width for this many parameters, such as 800k.")] = None,
     model: Annotated[dict[str, Any], CharLMConfig],
     how: Annotated[dict[str, Any], charlm_recipe.CharLMSettings],
     parallel: Parallel,
 ) -> None:
-    """A language model of bytes: the next byte from all before, dense or block-sparse.
+    """Train a language model of bytes, dense or block-sparse, to predict the next byte from all bytes before.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -117,7 +117,7 @@ def gpt(
     seq: Annotated[int, typer.Option(help="Bytes of each stream per step, and of the context.")] = 128,
     parallel: Parallel,
 ) -> None:
-    """A transformer of bytes: the next byte from those before it in a window of --seq, dense or block-sparse.
+    """Train a transformer of bytes, dense or block-sparse, to predict the next byte from up to --seq bytes.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -144,20 +144,20 @@ def mlp(
     out: Run,
     data: Annotated[
         str | None,
-        typer.Option(help="fashion_mnist, cifar10, madelon, higgs or a FILE.csv: numbers and a column label."),
+        typer.Option(help="fashion_mnist, cifar10, madelon, higgs or a FILE.csv of numbers with a column label."),
     ] = None,
     data_dir: DataDir = None,
     neurons: Annotated[
-        str | None, typer.Option(help="Or this many, as 50M, 65,536 of them inputs; synthetic rows.")
+        str | None, typer.Option(help="A net of this many neurons, such as 50M, with 65,536 inputs, on synthetic rows.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="Of --neurons: synthetic rows to train on.")] = 512,
+    rows: Annotated[int, typer.Option(help="With --neurons: synthetic rows to train on.")] = 512,
     method: Annotated[str, typer.Option(help="set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")] = "set",
     device: Device = "cpu",
     seed: Seed = 0,
     given: Annotated[dict[str, Any], Given(mlp_recipe.MLPSettings)],
     parallel: Parallel,
 ) -> None:
-    """A truly sparse network on a table, by the recipe of the papers for it: nothing dense is ever stored.
+    """Train a truly sparse network on a table, with the papers' settings for it; nothing dense is ever stored.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -201,7 +201,7 @@ def pixelcnn(
     how: Annotated[dict[str, Any], pixelcnn_recipe.PixelCNNSettings],
     parallel: Parallel,
 ) -> None:
-    """PixelCNN++: images pixel by pixel, each from all before it; dense, or sparse in its channels and deeper.
+    """Train PixelCNN++, a model of images pixel by pixel: dense, or sparse in its channels and deeper.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -233,7 +233,7 @@ def resnet(
     shifted: Annotated[int, typer.Option(help="Test images to evaluate at all of their circular shifts.")] = 64,
     parallel: Parallel,
 ) -> None:
-    """A residual network on small images, with strides or blind to circular shifts: its error and its consistency.
+    """Train a residual network on small images, with strides or blind to shifts; report error and consistency.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -244,7 +244,7 @@ def resnet(
     out_console = console()
     loaded = images.load(data, data_dir)
     if shifted:
-        resnet_recipe.check_shifted(shifted, loaded)  # said now, not after the training
+        resnet_recipe.check_shifted(shifted, loaded)  # report this before training
     trainer = resnet_recipe.trainer(replace(settings, shard=parallel.shard), loaded, out)
     s = settings
     channels = "-".join(str(s.width << stage) for stage in range(len(s.blocks)))
@@ -274,14 +274,14 @@ def resnet(
 def sentiment(
     *,
     out: Run,
-    model: Annotated[Path, typer.Option(help="The language model: the folder of a charlm run, or its checkpoint.")],
+    model: Annotated[Path, typer.Option(help="The language model: a charlm run folder or checkpoint.")],
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "imdb",
     data_dir: DataDir = None,
-    limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many texts per part, for a quick test.")] = None,
     settings: finetune_recipe.FinetuneSettings,
     parallel: Parallel,
 ) -> None:
-    """A language model of bytes, trained further to tell two classes of texts apart, end to end.
+    """Fine-tune a language model of bytes end to end to classify texts.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
@@ -316,7 +316,7 @@ def sentiment(
 
 
 def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int, held_out: float) -> Text:
-    """The text to train on and to evaluate on."""
+    """Load the text to train and to evaluate on."""
     from ..data import corpora
     from ..data import text as texts
 
@@ -327,7 +327,7 @@ def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int,
 
 
 def _paced(how: S, parallel: Parallel) -> S:
-    """The settings; a short run for which nothing else was asked is logged and evaluated often enough for curves."""
+    """Log and evaluate a short run often enough for curves, unless the user chose how often."""
     usual = type(how)()
     often: dict[str, Any] = {
         name: max(1, how.steps // times)

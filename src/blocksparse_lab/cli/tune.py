@@ -1,4 +1,4 @@
-"""`blocksparse tune`: the fastest tiles of this machine's GPU, for the calls that come after."""
+"""`blocksparse tune`: find the fastest tiles of this machine's GPU for later calls."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from .terminal import bar, say
 
 
 def tune(
-    dtypes: Annotated[str, typer.Option(help="Of bfloat16, float16, float32, tf32 and float64.")] = "bfloat16,float32",
-    blocks: Annotated[str, typer.Option(help="Rows and columns of blocks.")] = "16,32,64,128",
-    passes: Annotated[str, typer.Option(help="Of forward, dgrad and wgrad.")] = "forward,dgrad,wgrad",
-    tokens: Annotated[str, typer.Option(help="Tokens: few and many have tiles of their own.")] = "32,8192",
-    densities: Annotated[str, typer.Option("--density", help="Parts of the blocks that are stored.")] = "0.1,0.5",
+    dtypes: Annotated[
+        str, typer.Option(help="Some of bfloat16, float16, float32, tf32 and float64.")
+    ] = "bfloat16,float32",
+    blocks: Annotated[str, typer.Option(help="Block sizes.")] = "16,32,64,128",
+    passes: Annotated[str, typer.Option(help="Some of forward, dgrad and wgrad.")] = "forward,dgrad,wgrad",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens; small and large ones need different tiles.")
+    ] = "32,8192",
+    densities: Annotated[str, typer.Option("--density", help="Densities.")] = "0.1,0.5",
     hidden: Annotated[int, typer.Option(help="Features in and out.")] = 8192,
-    minutes: Annotated[float, typer.Option(help="About so long, for all of them together.")] = 5.0,
-    out: Annotated[Path | None, typer.Option(help="Folder; else where every later run looks for it.")] = None,
-    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Approximate time for all cases together.")] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tiles; by default, where later runs look.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Find the fastest tiles of this GPU, and keep them for every later run.
+    """Find the fastest tiles of this GPU and save them for all later runs.
 
-    Nothing is tuned in a call of the library: without this, tiles are those shipped for the GPU model, or a rule's.
-    Each tile is checked against float64 before it is timed. A finished case is in the file at once.
+    The library never tunes by itself: by default it uses the tiles shipped for the GPU model, or a rule. Each tile is
+    checked against float64 before it is timed. Results of a case are saved at once.
     """
     from ..bench import report
     from ..bench import tune as tuning
@@ -47,7 +51,7 @@ def tune(
             for result in tuner.run(cases, 60 * minutes):
                 results.append(result)
                 shown.update(task, advance=1, description=str(cases[min(len(results), len(cases) - 1)]))
-        finally:  # results so far are still printed and kept
+        finally:  # print and keep the results so far
             shown.stop()
             if results:
                 cells = [result.cells for result in results]

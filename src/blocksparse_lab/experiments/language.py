@@ -298,25 +298,26 @@ def _medium(text: str) -> LanguageExperiment:
         about=f"An LSTM of 3 million parameters, dense or block-sparse and 2.4 times as wide, on {text}",
         text=text,
         minutes=13,
-        # In runs of 800 steps, of the text that they read for the first time, the wide one takes 2.27, 2.23 and 2.23
-        # bits at 0.006, 0.009 and 0.012. The dense one 2.61, 2.44, 2.38 and 2.34 at 0.003, 0.006, 0.009 and 0.012, but
-        # from 0.009 on its state runs away in a stream of the held-out text, which then costs it 30 bits a byte.
+        # In runs of 800 steps, the wide model needs 2.27, 2.23 and 2.23 bits at 0.006, 0.009 and 0.012 on text read
+        # for the first time, and the dense one 2.61, 2.44, 2.38 and 2.34 at 0.003, 0.006, 0.009 and 0.012. From 0.009
+        # on, the dense model's state diverges in a stream of the held-out text, which costs it 30 bits per byte
+        # there.
         contenders={
             "dense": LanguageContender(dense, 0.006),
             "small-world": LanguageContender(wide, 0.009),
             "dense, 0.009": LanguageContender(dense, 0.009),
         },
         settings=SETTINGS,
-        # Three were too few to tell: the wide one ahead by 0.045 with a deviation of 0.018.
+        # Three seeds were not enough: the wide model was ahead by 0.045 with a deviation of 0.018.
         seeds=(0, 1, 2, 3, 4),
     )
 
 
 def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
-    """10 to 20 minutes a run on one core of a CPU.
+    """10 to 20 minutes per run on one CPU core.
 
-    With a stride, as in 2017: a wide net whose units meet the inputs and the outlet only every so often, and weight
-    norm of the embedding and the outlet, in the dense one too.
+    A `stride` above 1 is the variant of 2017: only every stride-th unit of the wide net connects to inputs and outputs,
+    and the embedding and the output layer have weight norm, in the dense net too.
     """
     dense = CharLMConfig(cell="smallworld", depth=5, width=424, embedding=32, init="identity", weight_norm=stride > 1)
     width = 1120 if stride > 1 else 1024  # the parameters of the dense model
@@ -326,11 +327,11 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
         f"times as wide, with a small world of its own for each step, on {text}"
         + (", weight norm, and strided inputs and outlet of the wide one" if stride > 1 else ""),
         text=text,
-        # In runs of 500 steps, of the text that they read for the first time, the wide one takes 2.42, 2.39 and 2.40
-        # bits at 0.003, 0.006 and 0.012; the dense one 2.58 and 2.60 at 0.003 and 0.006, and held out
-        # 2.62 at 0.0015 where it is 2.60 at 0.003; with the usual uniform weights 2.71, 2.73, 2.76 and 2.82 at 0.0015,
-        # 0.003, 0.006 and 0.012. With the stride and weight norm the wide one 2.56, 2.51 and 2.52, in the last hundred
-        # steps; the dense one 2.57, 2.55 and 2.56 at 0.0015, 0.003 and 0.006.
+        # In runs of 500 steps, the wide model needs 2.42, 2.39 and 2.40 bits at 0.003, 0.006 and 0.012 on text read
+        # for the first time. The dense one needs 2.58 and 2.60 at 0.003 and 0.006 (held out, 2.62 at 0.0015 and 2.60
+        # at 0.003); with the usual uniform weights 2.71, 2.73, 2.76 and 2.82 at 0.0015, 0.003, 0.006 and 0.012. With
+        # stride and weight norm, over the last hundred steps, the wide one needs 2.56, 2.51 and 2.52, and the dense
+        # one 2.57, 2.55 and 2.56 at 0.0015, 0.003 and 0.006.
         contenders={"dense": LanguageContender(dense, 0.003), "small-world": LanguageContender(wide, 0.006)},
         settings=replace(SETTINGS, ema=0.999),
         minutes=15,

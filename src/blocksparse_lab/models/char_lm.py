@@ -30,25 +30,25 @@ INITS = ("uniform", "identity")
 class CharLMConfig:
     """Configuration of a CharLM."""
 
-    cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
+    cell: str = option("lstm", "lstm, mlstm (multiplicative) or smallworld (deep transition).")
     width: int = 1024  # hidden units of a layer
-    projection: int = option(0, "Of lstm: features that its hidden state is projected to; 0: none.")
-    embedding: int = option(64, "Features of a byte.")
+    projection: int = option(0, "lstm: features of a projected hidden state; 0: no projection.")
+    embedding: int = option(64, "Features of a byte's embedding.")
     layers: int = option(1, "Recurrent layers.")
-    depth: int = option(4, "Of smallworld: steps through the graph within a time step.")
+    depth: int = option(4, "smallworld: internal steps per time step.")
     pattern: str = option(
-        "dense", "Of the recurrent weights: dense, barabasi_albert, watts_strogatz, random or block_diagonal."
+        "dense", "Recurrent weights: dense, barabasi_albert, watts_strogatz, random or block_diagonal."
     )
     block_size: int = option(32, "Rows and columns of a block.")
-    m: int = option(8, "Of barabasi_albert: edges of each new node.")
-    neighbors: int = option(8, "Of watts_strogatz, of each node.")
-    rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
-    density: float = option(0.1, "Of random, part of the blocks; of block_diagonal too, the nearest 1 / n.")
-    layouts: str = option("shared", "Of smallworld: one shared by all internal steps, or separate, one for each.")
-    stride: int = option(1, "Of smallworld: one unit in this number has weights from inputs and to the outlet.")
-    weight_norm: bool = option(False, "Weight norm of embedding and outlet.")
-    init: str = option("uniform", "Of smallworld's weights from unit to unit: uniform, or identity, as in 2017.")
-    seed: int = option(0, "Of pattern, weights and whatever is drawn.")
+    m: int = option(8, "barabasi_albert: edges of each new node.")
+    neighbors: int = option(8, "watts_strogatz: neighbors of each node.")
+    rewire: float = option(0.2, "watts_strogatz: fraction of rewired edges.")
+    density: float = option(0.1, "random and block_diagonal: fraction of blocks; for block_diagonal the nearest 1 / n.")
+    layouts: str = option("shared", "smallworld: shared by all internal steps, or separate for each.")
+    stride: int = option(1, "smallworld: only every stride-th unit connects to inputs and outputs.")
+    weight_norm: bool = option(False, "Weight norm of the embedding and the output layer.")
+    init: str = option("uniform", "smallworld: initial recurrent weights: uniform, or identity, as in 2017.")
+    seed: int = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
         for name, known in (("cell", CELLS), ("pattern", PATTERNS), ("layouts", LAYOUTS), ("init", INITS)):

@@ -23,16 +23,18 @@ METHODS = ("fixed", "rigl")
 class GPTConfig:
     """Configuration of a GPT."""
 
-    width: int = option(256, "Features of a byte's state, a multiple of heads and of blocks; inside a layer 4 times.")
-    layers: int = option(4, "Each has attention, and two products with GELU between.")
-    heads: int = option(4, "Of the attention of a layer.")
+    width: int = option(
+        256, "Features per byte, a multiple of heads and of the block size; 4 times as many inside a layer."
+    )
+    layers: int = option(4, "Transformer layers.")
+    heads: int = option(4, "Attention heads per layer.")
     context: int = 128  # largest number of bytes that a prediction sees
-    density: float = option(1.0, "Of the layers' blocks, at least one in each row and column; 1: dense weights.")
+    density: float = option(1.0, "Fraction of blocks, at least one per row and column; 1: dense weights.")
     block_size: int = option(32, "Rows and columns of a block.")
     method: str = option(
-        "fixed", "Of blocks: fixed, or rigl, which moves the weakest every 100 steps for three quarters of a run."
+        "fixed", "fixed blocks, or rigl, which moves the weakest every 100 steps for three quarters of a run."
     )
-    seed: int = option(0, "Of blocks, weights and whatever is drawn.")
+    seed: int = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "context", "block_size"):

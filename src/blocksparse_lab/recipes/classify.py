@@ -59,8 +59,8 @@ class Importance:
     """Schedule of importance pruning of neurons."""
 
     importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
-    importance_every: int = option(10, "Epochs from one such pruning to the next.")
-    importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
+    importance_every: int = option(10, "Epochs between such prunings.")
+    importance_percentile: float = option(20.0, "Percentage of a layer's neurons to prune each time.")
 
     def __post_init__(self) -> None:
         if self.importance_from is not None:

@@ -37,7 +37,7 @@ class MLPSettings(Importance, EpochSettings):
 
     method: str = option("set", "set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
     hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, such as 1000,1000,1000.")
-    epochs: int = option(500, "Epochs; by default, as for the options below, those of the data's recipe.")
+    epochs: int = option(500, "Epochs; its default and those below depend on the data.")
     epsilon: float = option(20, "A layer gets about epsilon (n_in + n_out) connections.")
     zeta: float = option(0.3, "set: fraction of the connections that an evolution replaces.")
     # An epoch of few rows is too short to show which connections are useful.

@@ -24,10 +24,8 @@ from .callback import Task
 class Parallel:
     """Options of a run of several processes."""
 
-    timeout: float = option(300.0, "Under torchrun: seconds after which a process that does not answer has stopped.")
-    shard: bool = option(
-        False, "Under torchrun: each process stores a piece of the model and of the optimizer, by FSDP2."
-    )
+    timeout: float = option(300.0, "Under torchrun: seconds without an answer after which a process counts as dead.")
+    shard: bool = option(False, "Under torchrun: shard the model and the optimizer by FSDP2.")
 
     @property
     def first(self) -> bool:
