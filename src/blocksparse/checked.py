@@ -1,4 +1,4 @@
-"""Checks numbers, sizes, masks and indices from users; a BlockSparseError says what they should be."""
+"""Checks of numbers, sizes, masks and indices from users; they raise a BlockSparseError."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .errors import BlockSparseError
 
 
 def is_int(value: Any) -> bool:
-    """Whether the value is a Python or numpy integer; a bool is not."""
+    """Return whether the value is a Python or numpy integer, not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:
-    """Returns the value as an int, `least` or more and below a bound `of` something; takes numpy ints but no bools.
+    """Return the value as an int after a check: `least` or more, and below `below` if given. Bools are refused.
+
+    `of` is what `below` stands for, for the error.
 
     >>> from blocksparse.checked import integer
     >>> integer("m", 9, 1, below=4, of="the number of blocks")
@@ -34,7 +36,7 @@ def integer(name: str, value: Any, least: int, below: int | None = None, of: str
 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, below: float = math.inf) -> float:
-    """Returns the value as a finite float from `least` to `most`, or below a bound; takes ints but no bools.
+    """Return the value as a finite float after a check: from `least` to `most`, or below `below`. Bools are refused.
 
     >>> from blocksparse.checked import number
     >>> number("dropout", 1, 0, below=1)
@@ -52,20 +54,20 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
 
 
 def checked_block(block_size: Any) -> tuple[int, int]:
-    """Returns (rows, columns) of a block size, or raises a BlockSparseError."""
+    """Return (rows, columns) of a block size after a check."""
     pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
     if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
         raise BlockSparseError.expected(
             "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
         )
     if int(pair[0]) * int(pair[1]) >= 2**63:
-        expected = "fewer than 2^63 numbers in a block, so that int64 can number them"
+        expected = "fewer than 2^63 elements, so that int64 can number them"
         raise BlockSparseError.expected("block_size", expected, repr(block_size))
     return int(pair[0]), int(pair[1])
 
 
 def checked_grid(grid: Any) -> tuple[int, int]:
-    """Returns (out_blocks, in_blocks), checked: at least 1 each, and few enough to number all blocks."""
+    """Return (out_blocks, in_blocks) after a check: at least 1 each, and fewer than 2^63 blocks."""
     if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
         raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
     if int(grid[0]) * int(grid[1]) >= 2**63:
@@ -74,7 +76,7 @@ def checked_grid(grid: Any) -> tuple[int, int]:
 
 
 def checked_mask(mask: Any) -> np.ndarray:
-    """Returns a bool matrix `[out_blocks, in_blocks]` from a matrix of bools, or of 0s and 1s."""
+    """Return a bool matrix `[out_blocks, in_blocks]` from a matrix of bools, or of 0s and 1s."""
     array = checked_array("mask", "a bool matrix [out_blocks, in_blocks]", mask)
     if array.ndim != 2 or 0 in array.shape:
         raise BlockSparseError.expected(
@@ -90,7 +92,7 @@ def checked_mask(mask: Any) -> np.ndarray:
 
 
 def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
-    """Returns a vector of int64 from 0 to below the bound, to be read only: it may be the caller's own."""
+    """Return a vector of int64 from 0 to below the bound; it can be the caller's own array, so do not write to it."""
     array = checked_ints(name, index)
     if array.size and (array.min() < 0 or array.max() >= bound):
         raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
@@ -98,7 +100,7 @@ def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
 
 
 def checked_pairs(rows: Any, cols: Any, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows and the columns of as many blocks of a grid."""
+    """Return the rows and columns of blocks of a grid, two vectors of one length."""
     rows, cols = checked_indices("rows", rows, grid[0]), checked_indices("cols", cols, grid[1])
     if rows.shape != cols.shape:
         got = f"{rows.size} rows and {cols.size} columns"
@@ -107,7 +109,7 @@ def checked_pairs(rows: Any, cols: Any, grid: tuple[int, int]) -> tuple[np.ndarr
 
 
 def checked_ints(name: str, index: Any) -> np.ndarray:
-    """Returns a vector of ints, of any length and int dtype."""
+    """Return a vector of ints, of any length and int dtype."""
     array = checked_array(name, "a vector of ints", index)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -116,54 +118,54 @@ def checked_ints(name: str, index: Any) -> np.ndarray:
     return array
 
 
-def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
-    """Raises a BlockSparseError unless the state has the names of another one, and tensors of the same shape and dtype.
+def check_state(state: Any, reference: Mapping[str, torch.Tensor]) -> None:
+    """Raise a BlockSparseError unless the tensors of a state have the names, shapes and dtypes of the reference.
 
-    A tensor of one int counts something and is not negative.
+    An int64 scalar is a count, so it must not be negative.
     """
-    if not isinstance(state, Mapping) or set(state) != set(like):
+    if not isinstance(state, Mapping) or set(state) != set(reference):
         got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise BlockSparseError.expected("state", sorted(like), got)
+        raise BlockSparseError.expected("state", sorted(reference), got)
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             got = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise BlockSparseError.expected(f"{name} in the state", "a dense tensor", got)
-        mine = like[name]
-        if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
-            expected, got = (f"{each.dtype} {list(each.shape)}" for each in (mine, tensor))
+        own = reference[name]
+        if tensor.shape != own.shape or tensor.dtype != own.dtype:
+            expected, got = (f"{each.dtype} {list(each.shape)}" for each in (own, tensor))
             raise BlockSparseError.expected(f"{name} in the state", expected, got)
-        if mine.dim() == 0 and mine.dtype == torch.int64 and int(tensor) < 0:
+        if own.dim() == 0 and own.dtype == torch.int64 and int(tensor) < 0:
             raise BlockSparseError.expected(f"{name} in the state", "0 or more", int(tensor))
 
 
 STALE = (
-    "after a change of the layout load the optimizer's state of the same time, or begin again with "
+    "after a change of the layout, load the optimizer's state of the same time, or start again with "
     "optimizer.state.clear()"
 )
 
 
-def check_kept(
+def check_optimizer_state(
     state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, scalars: bool = True, remedy: str = STALE
 ) -> None:
-    """Raises a BlockSparseError unless what an optimizer keeps for a parameter is of its shape, or one number.
+    """Raise a BlockSparseError unless an optimizer's state of a parameter has its shape, or is one number.
 
-    Factors of a second moment, as Adafactor keeps them, have the shape without its last axis or the one before.
+    The factored second moments of Adafactor, with the last or the second last axis averaged, are accepted too.
 
     Args:
-        state: the optimizer's, of this parameter.
-        parameter: as it is, or will be when the optimizer steps.
-        name: of the parameter.
-        scalars: whether one number, such as a count of steps, is of any use.
-        remedy: for the message.
+        state: the optimizer's state of this parameter.
+        parameter: the parameter in the shape that it has when the optimizer steps.
+        name: the parameter's name, for the error.
+        scalars: whether one number, such as a count of steps, is accepted.
+        remedy: a hint at the end of the error.
     """
-    for key, kept in state.items():
-        if averaged_axis(key, kept, parameter.shape) is not None:
+    for key, value in state.items():
+        if averaged_axis(key, value, parameter.shape) is not None:
             continue
-        size = kept.numel() if isinstance(kept, torch.Tensor) else 1
-        if isinstance(kept, list | tuple | deque):
-            size = sum(each.numel() if isinstance(each, torch.Tensor) else 1 for each in kept)
-        if (size != 1 or not scalars) and not (isinstance(kept, torch.Tensor) and kept.shape == parameter.shape):
-            got = shape_of(kept)
+        size = value.numel() if isinstance(value, torch.Tensor) else 1
+        if isinstance(value, list | tuple | deque):
+            size = sum(each.numel() if isinstance(each, torch.Tensor) else 1 for each in value)
+        if (size != 1 or not scalars) and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
+            got = shape_of(value)
             raise BlockSparseError.expected(
                 f"{key} in the optimizer's state",
                 f"the shape of {name}, {list(parameter.shape)}" + (", or one number" if scalars else ""),
@@ -171,8 +173,13 @@ def check_kept(
             )
 
 
-def averaged_axis(name: str, kept: Any, shape: torch.Size) -> int | None:
-    """The axis that a factor of a second moment averages over, -1 or -2; None for anything else.
+def averaged_axis(name: str, value: Any, shape: torch.Size) -> int | None:
+    """Return the axis, -1 or -2, that a factored second moment averages over; None for other state.
+
+    Args:
+        name: the key in the optimizer's state.
+        value: the state.
+        shape: the shape of the parameter.
 
     >>> import torch
     >>> from blocksparse.checked import averaged_axis
@@ -182,22 +189,22 @@ def averaged_axis(name: str, kept: Any, shape: torch.Size) -> int | None:
     -2
     """
     axis = -1 if "row" in name or name.endswith("_r") else -2 if "col" in name or name.endswith("_c") else None
-    if axis is None or not isinstance(kept, torch.Tensor) or len(shape) < 2:
+    if axis is None or not isinstance(value, torch.Tensor) or len(shape) < 2:
         return None
     without, averaged = list(shape), list(shape)
     without.pop(axis)
     averaged[axis] = 1
-    return axis if list(kept.shape) in (without, averaged) else None
+    return axis if list(value.shape) in (without, averaged) else None
 
 
-def shape_of(given: Any) -> object:
-    """The shape of a tensor as errors show it; of anything else the name of its type."""
-    return list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+def shape_of(value: Any) -> object:
+    """Return what an error shows of a value: the shape of a tensor, else the name of the type."""
+    return list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def checked_array(name: str, expected: str, given: Any) -> np.ndarray:
-    """Returns as an array anything that numpy can hold, tensors included."""
+def checked_array(name: str, expected: str, value: Any) -> np.ndarray:
+    """Convert a tensor, list or other value to an array, or raise a BlockSparseError."""
     try:
-        return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+        return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks
-        raise BlockSparseError.expected(name, expected, f"{type(given).__name__} ({error})") from error
+        raise BlockSparseError.expected(name, expected, f"{type(value).__name__} ({error})") from error

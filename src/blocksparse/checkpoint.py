@@ -1,7 +1,7 @@
-"""Checkpoints: tensors and their description in one safetensors file, replaced atomically.
+"""Checkpoints: tensors and a description in one safetensors file, replaced atomically.
 
-The file has a CRC-32 of each tensor and one of its header. It is for what disks, memory and networks do to files, and
-is several times as fast as a cryptographic digest, which would not keep anybody from writing another file either.
+The file has a CRC-32 of each tensor and of its header. These detect damage by disks, memory and networks. A
+cryptographic digest would take several times as long, and would not prevent anybody from writing another file either.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = [
 FORMAT = "blocksparse checkpoint"
 VERSION = 2  # 1 had no checksums
 
-# What each file begins with after its length, and then the checksum of the header, as if it were zeros there.
+# The start of the header, after its length. Then comes the header's checksum, computed with zeros in its place.
 _BEGIN = b'{"__metadata__": {"checksum": "'
 _ZEROS = b"00000000"
 
-# Levels of nested JSON, as code that walks through it may recurse at each level.
-DEEPEST = 50
+# The maximum number of levels of nested JSON, because code that reads it can recurse at each level.
+MAX_DEPTH = 50
 
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
-# As safetensors names them.
+# The names of dtypes in safetensors.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -75,19 +75,19 @@ class TensorStream:
 
 
 def save(path: str | Path, tensors: Mapping[str, Tensor | TensorStream], about: Mapping[str, Any]) -> None:
-    """Writes a checkpoint atomically: at any moment the file holds either the old one or the new one, whole.
+    """Write a checkpoint atomically: at any moment the file is either the complete old one or the complete new one.
 
-    Tensors go to the file one by one from where they are: contiguous ones on the CPU take no more memory.
+    Tensors are written one by one from their memory; contiguous tensors on the CPU need no further memory.
 
     Args:
-        path: the file; a second one, `path.part`, exists while this runs.
-        tensors: of any shapes and devices, and of `DTYPES`; or of `TensorStream`s, which are read in the order of
-            `in_order`. Those that share memory are stored one by one.
-        about: what goes with them, ready for JSON.
+        path: the file; a second file, `path.part`, exists during the call.
+        tensors: tensors by name, of any shape and device, with a dtype of `DTYPES`; or `TensorStream`s, which are read
+            in the order of `in_order`. Tensors that share memory are stored separately.
+        about: the description, a dict that JSON can express.
 
     Raises:
-        BlockSparseError: it could not be written, something that is no tensor with numbers of these dtypes, an `about`
-            that JSON cannot express. What was there is still there.
+        BlockSparseError: the file cannot be written, a value is not a tensor with data of these dtypes, or JSON cannot
+            express `about`. The old file is unchanged then.
 
     >>> import tempfile, torch
     >>> from blocksparse import checkpoint
@@ -101,7 +101,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor | TensorStream], about: 
         if not isinstance(tensor, Tensor | TensorStream):
             raise BlockSparseError.expected(name, "a tensor", type(tensor).__name__)
         if isinstance(tensor, Tensor) and tensor.is_meta:
-            raise BlockSparseError.expected(name, "a tensor with numbers", "one on the meta device")
+            raise BlockSparseError.expected(name, "a tensor with data", "one on the meta device")
         if tensor.dtype not in DTYPES:
             raise BlockSparseError.expected(name, f"one of {', '.join(map(str, DTYPES))}", tensor.dtype)
     metadata = {"format": FORMAT, "version": str(VERSION), "about": as_json(about)}
@@ -117,20 +117,19 @@ def save(path: str | Path, tensors: Mapping[str, Tensor | TensorStream], about: 
 
 
 def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of a checkpoint, on the CPU, and its description.
+    """Return the tensors of a checkpoint, on the CPU, and its description.
 
     Raises:
-        BlockSparseError: no such file, one cut short, one of which a byte has changed, one that is no checkpoint of
-            ours or of another version.
+        BlockSparseError: the file does not exist, is truncated or damaged, or is not a checkpoint of this version.
     """
     with opened(path) as (tensors, about):
-        # Copies, as not every system lets a mapped file be replaced.
+        # Copies, because some systems do not allow a mapped file to be replaced.
         return {name: tensor.clone() for name, tensor in tensors.items()}, about
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Opens a checkpoint as `load` does, without a copy: the tensors map the file and must be copied within the `with`.
+    """Open a checkpoint without copying its tensors: they map the file and are valid only inside the `with`.
 
     Raises:
         BlockSparseError: as `load`.
@@ -149,30 +148,29 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
         about, sums = parsed(metadata["about"]), parsed(metadata["checksums"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if not isinstance(about, dict) or not isinstance(sums, dict) or sums.keys() != tensors.keys():
-            raise ValueError("its description is that of no checkpoint")
+            raise ValueError("its description is not that of a checkpoint")
         for name, tensor in tensors.items():
             if (found := _checksum(_bytes(tensor))) != sums[name]:
-                raise BlockSparseError.expected(
-                    str(path), f"{name} as it was written, with checksum {sums[name]}", f"{found}: the file is damaged"
-                )
+                expected = f"{name} as it was written, with checksum {sums[name]}"
+                raise BlockSparseError.expected(str(path), expected, f"{found}: the file is damaged")
     yield tensors, about
 
 
 def about(path: str | Path) -> dict[str, Any]:
-    """Returns the description in a checkpoint, without reading its tensors.
+    """Return the description in a checkpoint, without reading its tensors.
 
     Raises:
-        BlockSparseError: as `load`, but that tensors may be damaged.
+        BlockSparseError: as `load`, except for damaged tensors, which are not detected.
     """
     with _file(Path(path)) as (_, metadata):
-        found = parsed(metadata["about"])
-        if not isinstance(found, dict):
-            raise ValueError("its description is that of no checkpoint")
-    return found
+        description = parsed(metadata["about"])
+        if not isinstance(description, dict):
+            raise ValueError("its description is not that of a checkpoint")
+    return description
 
 
 def as_json(about: Mapping[str, Any]) -> str:
-    """The description that goes with tensors, as it is stored.
+    """Return the description as JSON text.
 
     Raises:
         BlockSparseError: JSON cannot express it.
@@ -180,58 +178,59 @@ def as_json(about: Mapping[str, Any]) -> str:
     try:
         return json.dumps(about)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BlockSparseError.expected("about", "what JSON can express", error) from error
+        raise BlockSparseError.expected("about", "values that JSON can express", error) from error
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses JSON.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
-        found = json.loads(text)
-        _check_depth(found, DEEPEST)
+        value = json.loads(text)
+        _check_depth(value, MAX_DEPTH)
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
-    return found
+    return value
 
 
-def _check_depth(found: Any, left: int) -> None:
-    if left == 0:
+def _check_depth(value: Any, levels: int) -> None:
+    """Raise a RecursionError if dicts and lists are nested in more than this number of levels."""
+    if levels == 0:
         raise RecursionError
-    if isinstance(found, dict | list):
-        for one in found.values() if isinstance(found, dict) else found:
-            _check_depth(one, left - 1)
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, levels - 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The dict in a file of JSON.
+    """Return the dict in a JSON file.
 
     Raises:
-        BlockSparseError: no such file, or something else in it.
+        BlockSparseError: the file does not exist or has other content.
     """
     try:
-        found = parsed(path.read_bytes())
+        content = parsed(path.read_bytes())
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise BlockSparseError.expected(str(path), "a file of JSON", said) from error
-    if not isinstance(found, dict):
-        raise BlockSparseError.expected(str(path), "a dict in JSON", type(found).__name__)
-    return found
+        reason = getattr(error, "strerror", None) or error
+        raise BlockSparseError.expected(str(path), "a JSON file", reason) from error
+    if not isinstance(content, dict):
+        raise BlockSparseError.expected(str(path), "a dict in JSON", type(content).__name__)
+    return content
 
 
 def task_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trainer's description of its task; {} where there is none."""
+    """Return the trainer's description of its task, or {} if there is none."""
     task = about.get("task")
     return task if isinstance(task, dict) else {}
 
 
 def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
-    """Refuses a configuration with sizes that no tensor has, before anything of that size is allocated.
+    """Check the sizes in a configuration against a checkpoint's tensors, before anything of that size is allocated.
 
     Raises:
-        BlockSparseError: what is no positive int, or more than the largest size and the number of the tensors.
+        BlockSparseError: a size is not a positive int, or exceeds both the largest size and the number of the tensors.
     """
     most = max([len(tensors), *(size for tensor in tensors.values() for size in tensor.shape)], default=0)
     for name, size in sizes.items():
@@ -241,10 +240,10 @@ def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, A
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, as `save` writes a checkpoint.
+    """Write a text file atomically, as `save` writes a checkpoint.
 
     Raises:
-        BlockSparseError: it could not be written.
+        BlockSparseError: the file cannot be written.
     """
     try:
         _replace(path, lambda file: file.write(text.encode()))
@@ -253,14 +252,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the entries whose name begins with the prefix, by the rest of the name."""
+    """Return the tensors whose name starts with the prefix, by the rest of the name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replaces a file atomically by what `write` writes: its bytes are on the disk before it gets its name."""
+    """Replace a file atomically by one that `write` fills; it is on the disk before it gets the file's name."""
     part = path.with_name(f"{path.name}.part")
-    # A file that a killed process left is removed, not opened: it may be a link to a file elsewhere.
+    # The file of a killed process is removed, not opened, because it can be a link to some other file.
     part.unlink(missing_ok=True)
     made = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY, 0o666)
     try:
@@ -272,9 +271,9 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
                 raise OSError(errno.EBUSY, "another process writes it too")
         os.replace(part, path)
     finally:
-        with suppress(OSError):  # after a success the file has been renamed already
+        with suppress(OSError):  # after success the file is already renamed
             part.unlink()
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    if os.name == "posix":  # other systems cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -283,22 +282,21 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def in_order(tensors: Mapping[str, Tensor | TensorStream]) -> list[str]:
-    """The names in the order of the file: the widest numbers first, so that each tensor begins at a multiple of its
-    numbers' size."""
+    """Return the names in the order of the file: widest dtype first, so that all tensors are aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, Tensor | TensorStream], metadata: Mapping[str, str]) -> None:
-    """In the format of safetensors, whose own `save_file` leaves a file of a random name behind when it is killed."""
+    """Write the safetensors format; safetensors' `save_file` leaves a file of a random name if it is killed."""
     order = in_order(tensors)
     sums = dict.fromkeys(order, _ZEROS.decode())
     file.write(bytes(len(_header(tensors, metadata, sums))))
     for name in order:
         tensor, checksum = tensors[name], 0
         for piece in tensor.pieces if isinstance(tensor, TensorStream) else [tensor]:
-            numbers = _bytes(piece)
-            checksum = zlib.crc32(numbers, checksum)
-            file.write(numbers)
+            data = _bytes(piece)
+            checksum = zlib.crc32(data, checksum)
+            file.write(data)
         sums[name] = f"{checksum:08x}"
     file.seek(0)
     file.write(_header(tensors, metadata, sums))
@@ -307,7 +305,7 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor | TensorStream], metada
 def _header(
     tensors: Mapping[str, Tensor | TensorStream], metadata: Mapping[str, str], sums: Mapping[str, str]
 ) -> bytes:
-    """What is before the tensors, which are in the order of their checksums, with its length; as long for any sums."""
+    """Return the file's header with its length; tensors are in the order of `sums`, whose values do not change it."""
     own = {"checksum": _ZEROS.decode(), **metadata, "checksums": json.dumps(sums)}
     header: dict[str, Any] = {"__metadata__": own}
     end = 0
@@ -333,13 +331,13 @@ def _checksum(data: bytes | memoryview) -> str:
 
 @contextmanager
 def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Opens a checkpoint with its metadata after checking its header; failures are reported as the file's."""
+    """Open a checkpoint and yield it with its metadata, after checking its header; errors name the file."""
     try:
         present = path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+    except (OSError, ValueError) as error:  # the name is too long or has a zero byte
         raise BlockSparseError.expected("checkpoint", "a file", f"{str(path)[:80]!r} ({error})") from error
     if not present:
-        kind = "a folder" if path.is_dir() else "not there"
+        kind = "a folder" if path.is_dir() else "missing"
         raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {kind}")
     try:
         with safe_open(path, framework="pt") as file:
@@ -350,12 +348,12 @@ def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     except BlockSparseError:
         raise
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise BlockSparseError.expected(
-            str(path), "a whole checkpoint", f"{path.stat().st_size:,} bytes, cut short or of another kind: {error}"
-        ) from error
+        got = f"{path.stat().st_size:,} bytes, truncated or of another kind: {error}"
+        raise BlockSparseError.expected(str(path), "a whole checkpoint", got) from error
 
 
 def _check_header(path: Path) -> None:
+    """Raise a ValueError unless the header has its own checksum."""
     with open(path, "rb") as file:
         length = file.read(8)
         text = length + file.read(int.from_bytes(length, "little"))
@@ -367,6 +365,7 @@ def _check_header(path: Path) -> None:
 
 
 def _check(path: Path, metadata: Mapping[str, str]) -> None:
+    """Raise a BlockSparseError for another format or version."""
     if metadata.get("format") != FORMAT:
         got = f"a safetensors file with format {metadata.get('format')!r}"
         raise BlockSparseError.expected(str(path), f"a file with format {FORMAT!r}", got)

@@ -1,4 +1,4 @@
-"""Converts between a dense weight and the values of a layout."""
+"""Conversion between dense weights and the values of a layout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ __all__ = ["block_coordinates", "from_dense", "to_dense"]
 
 
 def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """Returns the values of `layout`'s blocks in a dense weight; what lies outside of them is dropped.
+    """Return the values of the layout's blocks from a dense weight; other elements are dropped. Differentiable.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution.
-        layout: a layout of that shape.
+        layout: a layout with that shape.
 
     Returns:
-        `[nnz, block_out, block_in]` (or `[nnz, block_out, block_in, *kernel]`), of the weight's dtype and device;
-        differentiable.
+        `[nnz, block_out, block_in]`, or `[nnz, block_out, block_in, *kernel]`, with the weight's dtype and device.
 
     Raises:
         BlockSparseError: the weight has another shape than the layout.
@@ -40,18 +39,19 @@ def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     kernel = weight.shape[2:]
     blocks = weight.reshape(layout.grid[0], layout.block_shape[0], layout.grid[1], layout.block_shape[1], *kernel)
     rows, cols = block_coordinates(layout, weight.device)
-    # Indexing keeps the memory format of, say, a channels-last weight; values are contiguous.
+    # Indexing preserves a memory format such as channels-last, but values are contiguous.
     return blocks.transpose(1, 2)[rows, cols].contiguous()
 
 
 def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """Returns the dense weight `[out_features, in_features]`, zero outside of the layout; differentiable.
+    """Return the dense weight `[out_features, in_features, *kernel]`, 0 outside the layout. Differentiable.
 
     Args:
-        values: `[nnz, block_out, block_in]`, or with a convolution's `*kernel` behind.
+        values: `[nnz, block_out, block_in]`, or `[nnz, block_out, block_in, *kernel]` of a convolution.
+        layout: the positions of the values' blocks.
 
     Raises:
-        BlockSparseError: values of another shape than the layout's.
+        BlockSparseError: the values have another shape than the layout's.
 
     >>> import torch, blocksparse as bs
     >>> layout = bs.BlockLayout([[True, False], [False, True]], block_size=(1, 2))
@@ -64,14 +64,14 @@ def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     kernel = values.shape[3:]
     (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape
     weight = values.new_zeros(rows, block_out, cols, block_in, *kernel)
-    # In place, through a view in block order: the dense weight exists once.
+    # Written in place through a view in block order, so that memory holds only one dense weight.
     weight.transpose(1, 2).index_put_(block_coordinates(layout, values.device), values)
     return weight.reshape(*layout.shape, *kernel)
 
 
 def block_coordinates(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the block row and the block column of each stored block, int64 on `device`."""
-    # From the index tensors, so that torch.compile can follow and nothing crosses between devices.
+    """Return the block row and the block column of each stored block, int64 on `device`."""
+    # Computed from the index tensors: torch.compile can trace it, and nothing is copied between devices.
     crow, col = layout.indices_on(device)
     rows = torch.arange(layout.grid[0], device=device).repeat_interleave(crow.diff(), output_size=layout.nnz)
     return rows, col.long()

@@ -1,4 +1,4 @@
-"""Reads untrusted files within bounds of memory and time: what cannot be read raises a BlockSparseError."""
+"""Reading of untrusted files within bounds of memory and time; all failures raise a BlockSparseError."""
 
 from __future__ import annotations
 
@@ -20,54 +20,49 @@ from typing import Any, BinaryIO
 
 from .errors import BlockSparseError
 
-# Characters of a line, or of a row of a csv file; 65,536 numbers with 17 digits are a tenth of it.
+# Characters per line or row of a csv file; a tenth of it holds 65,536 numbers of 17 digits.
 MAX_IN_A_LINE = 1 << 24
-# Empty lines of a text: a few gzipped bytes can hold billions of them, which take minutes to skip.
+# Empty lines per text. A few gzipped bytes can hold billions of them, which take minutes to skip.
 MAX_EMPTY = 1_000_000
-# Files in an archive; aclImdb has 100,000.
+# Files per archive; aclImdb has 100,000.
 MAX_MEMBERS = 1_000_000
-# Bytes of a JSON file.
+# Bytes per JSON file.
 MAX_JSON = 1 << 24
 GIB = 1 << 30
 
 
-def first(name: str, folder: Any, *places: str) -> Path:
-    """Returns the first of these places in a folder that exists.
+def first_existing(name: str, folder: Any, *candidates: str) -> Path:
+    """Return the first of several paths in a folder that exists.
 
     Raises:
-        BlockSparseError: none is; the folder is no path.
+        BlockSparseError: none exists, or the folder is not a path.
     """
-    paths = [path_of("data_dir", folder) / place for place in places]
+    paths = [path_of("data_dir", folder) / candidate for candidate in candidates]
     for path in paths:
-        if os.path.exists(path):  # Path.exists has errors of its own, of names that are too long
+        if os.path.exists(path):  # Path.exists raises for names that are too long
             return path
     raise BlockSparseError.expected(name, " or ".join(map(str, paths)), "neither" if len(paths) == 2 else "none")
 
 
-def path_of(name: str, given: Any) -> Path:
-    """Returns the argument as a path.
-
-    Raises:
-        BlockSparseError: it is none.
-    """
+def path_of(name: str, value: Any) -> Path:
+    """Return the argument `name` as a path, or raise a BlockSparseError if it is not one."""
     try:
-        return Path(given)
+        return Path(value)
     except TypeError as error:
-        raise BlockSparseError.expected(name, "a path", repr(given)) from error
+        raise BlockSparseError.expected(name, "a path", repr(value)) from error
 
 
 @contextmanager
 def opened(path: Any, subject: str, *, gzipped: bool = False) -> Iterator[BinaryIO]:
-    """Opens a file to read bytes from; errors of reading within the `with` become a BlockSparseError.
+    """Open a file to read bytes; errors while reading inside the `with` become a BlockSparseError.
 
     Args:
-        path: of a file: folders, pipes and devices are refused.
-        subject: what the error is about.
-        gzipped: unpack it, where it begins as gzip does, up to `most_unpacked`.
+        path: the file; folders, pipes and devices are refused.
+        subject: the subject of the error.
+        gzipped: if True and the file starts as gzip files do, unpack it, up to `most_unpacked` bytes.
 
     Raises:
-        BlockSparseError: no such file, one that cannot be read or unpacked, or holds more than may be unpacked or fits
-            into the memory.
+        BlockSparseError: the file does not exist, cannot be read or unpacked, or unpacks to too many bytes.
     """
     path = path_of(subject, path)
     try:
@@ -81,17 +76,17 @@ def opened(path: Any, subject: str, *, gzipped: bool = False) -> Iterator[Binary
 
 
 def read(path: Any, subject: str) -> bytes:
-    """All bytes of a file; errors as of `opened`."""
+    """Return all bytes of a file; errors as `opened`."""
     with opened(path, subject) as file:
         return file.read()
 
 
 def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
-    """The lines of a text, gzipped or not, with their numbers from 1 on.
+    """Yield the lines of a text, gzipped or not, with their numbers from 1.
 
     Raises:
-        BlockSparseError: as `opened`; a line of more than 16 Mi characters; more than a million empty ones.
-        UnicodeDecodeError: bytes that are not of the encoding.
+        BlockSparseError: as `opened`; also for a line of more than 16 Mi characters or more than a million empty lines.
+        UnicodeDecodeError: a byte is invalid in the encoding.
     """
     with opened(path, subject, gzipped=True) as file, io.TextIOWrapper(file, encoding=encoding, newline="") as text:
         number = empty = 0
@@ -107,10 +102,10 @@ def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
 
 
 def read_json(path: Any, subject: str) -> Any:
-    """Reads a JSON file of at most 16 MiB.
+    """Read a JSON file of at most 16 MiB.
 
     Raises:
-        BlockSparseError: as `opened`; a larger one, or one that is no JSON.
+        BlockSparseError: as `opened`; also for a larger file or one that is not JSON.
     """
     with opened(path, subject) as file:
         data = file.read(MAX_JSON + 1)
@@ -122,64 +117,60 @@ def read_json(path: Any, subject: str) -> Any:
         raise BlockSparseError.expected(str(path), "a JSON file", error) from error
 
 
-# -- what is packed ---------------------------------------------------------------------------------------------
-
-
 def most_unpacked(packed: int) -> int:
-    """Returns how many bytes `packed` bytes may unpack to.
+    """Return the maximum number of bytes that `packed` bytes are unpacked to.
 
-    2 GiB, or eight times the packed bytes where those are more, as with HIGGS.csv.gz; the environment variable
-    BLOCKSPARSE_MAX_UNPACKED, in GiB, says otherwise.
+    It is the larger of 2 GiB and eight times the packed bytes (HIGGS.csv.gz needs these), or the environment variable
+    BLOCKSPARSE_MAX_UNPACKED, in GiB.
 
     >>> from blocksparse.files import most_unpacked
     >>> most_unpacked(10**6) == 2 * 2**30, most_unpacked(10**9) == 8 * 10**9
     (True, True)
     """
-    given = os.environ.get("BLOCKSPARSE_MAX_UNPACKED")
-    if not given:
+    setting = os.environ.get("BLOCKSPARSE_MAX_UNPACKED")
+    if not setting:
         return max(2 * GIB, 8 * packed)
     try:
-        size = float(given)
+        size = float(setting)
     except ValueError:
         size = math.nan
     if not 0 < size < math.inf:
-        raise BlockSparseError.expected("BLOCKSPARSE_MAX_UNPACKED", "a positive number of GiB", repr(given))
+        raise BlockSparseError.expected("BLOCKSPARSE_MAX_UNPACKED", "a positive number of GiB", repr(setting))
     return int(size * GIB)
 
 
 def check_unpacked(subject: str, size: int, packed: int) -> None:
-    """Raises a BlockSparseError where `packed` bytes may not unpack to `size`."""
+    """Raise a BlockSparseError if `packed` bytes unpack to more than the maximum."""
     most = most_unpacked(packed)
     if size > most:
-        expected = f"{most / GIB:.3g} GiB unpacked at most (more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so)"
+        expected = f"{most / GIB:.3g} GiB unpacked at most (to allow more, set BLOCKSPARSE_MAX_UNPACKED, in GiB)"
         raise BlockSparseError.expected(subject, expected, "more")
 
 
-# What a member's name leads to that is none, or is another member's already.
-_OF_NAMES = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+# Errors of a member whose name is invalid or used by another member.
+_NAME_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a `.zip` or `.tar.gz` of files and folders into a folder.
+    """Unpack a `.zip` or `.tar.gz` of files and folders into a folder.
 
     Raises:
-        BlockSparseError: a broken archive; one with more than a million files, with links, devices or names that lead
-            out of the folder, or with more than may be unpacked.
-        OSError: the archive cannot be read, or the folder not be written to.
+        BlockSparseError: the archive is broken, has more than a million files, links, devices or names that lead out of
+            the folder, or unpacks to too many bytes.
+        OSError: the archive cannot be read, or the folder cannot be written to.
     """
     try:
         (_unzip if archive.suffix == ".zip" else _untar)(archive, folder)
     except BlockSparseError:
         raise
-    except Exception as error:  # a broken archive may raise anything
+    except Exception as error:  # a broken archive can raise anything
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-            # Where both are there it is a member's name that leads nowhere, or to another member.
-            of_name = error.errno in _OF_NAMES and archive.is_file() and folder.is_dir()
-            if not of_name:
+            # If archive and folder exist, the error is due to a member's name.
+            is_name = error.errno in _NAME_ERRORS and archive.is_file() and folder.is_dir()
+            if not is_name:
                 raise
-        raise BlockSparseError.expected(
-            archive.name, "a whole archive", f"a broken archive ({type(error).__name__}: {error})"
-        ) from error
+        got = f"a broken archive ({type(error).__name__}: {error})"
+        raise BlockSparseError.expected(archive.name, "a whole archive", got) from error
 
 
 def _unzip(archive: Path, folder: Path) -> None:
@@ -187,7 +178,7 @@ def _unzip(archive: Path, folder: Path) -> None:
     with zipfile.ZipFile(archive) as file:
         members = file.infolist()
         _check_members(archive, len(members))
-        # No member is unpacked to more than the size that it states.
+        # Python unpacks no member to more than its stated size.
         check_unpacked(archive.name, sum(member.file_size for member in members), packed)
         for member in members:
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -202,10 +193,10 @@ def _untar(archive: Path, folder: Path) -> None:
             _check_members(archive, count)
             total += member.size
             check_unpacked(archive.name, total, packed)
-            # Of a size below 0 the next header would lie before this one.
+            # After a size below 0 the next header would come before this one.
             if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
                 raise tarfile.ExtractError(f"{member.name[:100]} is neither a plain file nor a folder")
-            # By hand, as Python 3.11.0 to 3.11.3 have no `filter="data"`, and without any owner, mode or time.
+            # Not `filter="data"`, which Python 3.11.0 to 3.11.3 lack. Owner, mode and time are not restored.
             path = (folder / member.name.lstrip("/")).resolve()
             if not path.is_relative_to(folder.resolve()):
                 raise tarfile.ExtractError(f"{member.name[:100]} leads out of the folder")
@@ -237,7 +228,7 @@ def _stream(path: Path, gzipped: bool) -> BinaryIO:
 
 
 class _Gunzipped(io.RawIOBase):
-    """What a gzip file unpacks to, up to the limit."""
+    """The unpacked bytes of a gzip file, up to the maximum."""
 
     def __init__(self, path: Path, packed: BinaryIO):
         self.path = path
@@ -252,10 +243,10 @@ class _Gunzipped(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        found = self.file.read(len(buffer))
-        buffer[: len(found)] = found
+        data = self.file.read(len(buffer))
+        buffer[: len(data)] = data
         self._check(self.file.tell())
-        return len(found)
+        return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._check(offset)

@@ -1,4 +1,4 @@
-"""Alternating timing: A B A B ... in one process, so that whatever disturbs the machine disturbs all equally."""
+"""Alternating timing, A B A B ... in one process, so that other load on the machine affects all calls equally."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Samples", "Spread", "alternate", "cuda_clock", "geometric_mean", "ho
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
 
-# Of the timing of a few calls: rounds at most, and seconds for all of them together.
+# Defaults of `alternate`: the maximum number of rounds, and seconds for all calls together.
 ROUNDS, BUDGET = 21, 4.0
 
-# A shorter call is repeated up to this, so that neither the clock nor a wake-up of threads is what we measure.
+# Seconds. A shorter call is repeated up to this, so that the clock and the wake-up of threads do not dominate.
 SHORTEST_SAMPLE = 1e-3
 
 
 def host_clock(call: Call, repeat: int) -> float:
-    """Seconds per call over `repeat` calls in a row. A device has a clock of its own, of the same signature."""
+    """Measure seconds per call over `repeat` calls in a row, by the host's clock."""
     start = perf_counter()
     for _ in range(repeat):
         call()
@@ -32,7 +32,7 @@ def host_clock(call: Call, repeat: int) -> float:
 
 
 def cuda_clock(call: Call, repeat: int) -> float:
-    """Seconds per call on the current GPU, by its own events."""
+    """Measure seconds per call over `repeat` calls in a row, by events of the current GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeat):
@@ -44,7 +44,7 @@ def cuda_clock(call: Call, repeat: int) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with its quartiles.
+    """The median, the quartiles and the number of samples.
 
     >>> Spread.of([1.0, 2.0, 3.0, 4.0, 100.0])
     Spread(median=3.0, low=2.0, high=4.0, count=5)
@@ -57,14 +57,14 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """The median, the quartiles and the count of `samples`."""
+        """Compute the spread of `samples`."""
         low, median, high = (float(value) for value in np.percentile(samples, (25, 50, 75)))
         return cls(median, low, high, len(samples))
 
 
 @dataclass
 class Samples:
-    """What `alternate` measured: seconds per call by name and round; a call that sat a round out has NaN there."""
+    """The result of `alternate`: seconds per call by name and round; NaN for a round that a call skipped."""
 
     seconds: dict[str, list[float]]
     repeat: dict[str, int]
@@ -74,26 +74,26 @@ class Samples:
         self.names = list(self.seconds)
 
     def time(self, name: str) -> Spread:
-        """Median seconds of one call."""
+        """Return the spread of the seconds of one call."""
         return Spread.of([value for value in self.seconds[name] if not math.isnan(value)])
 
     def least(self, name: str) -> float:
-        """Seconds of the quickest call: whatever else the machine did only added to the others."""
+        """Return the seconds of the fastest round; other load on the machine can only add to it."""
         return min(value for value in self.seconds[name] if not math.isnan(value))
 
     def ratio(self, name: str, base: str) -> Spread:
-        """How many times longer `name` takes than `base`: the median over the rounds that both were in."""
+        """Return how many times longer `name` takes than `base`, over the rounds with both."""
         pairs = zip(self.seconds[name], self.seconds[base], strict=True)
         return Spread.of([a / b for a, b in pairs if not math.isnan(a / b)])
 
     def per(self, counts: Mapping[str, int]) -> Samples:
-        """Divides the times by `counts`: seconds per unit of work, for calls that do several at once."""
+        """Divide the times by `counts`, for seconds per unit of work if a call does several units."""
         seconds = {name: [value / counts[name] for value in values] for name, values in self.seconds.items()}
         return Samples(seconds, self.repeat)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """The mean of ratios in which 2 and 1/2 make 1.
+    """Return the geometric mean, in which 2 and 1/2 cancel.
 
     >>> geometric_mean([2.0, 0.5, 8.0])
     2.0
@@ -104,15 +104,15 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 def alternate(
     calls: Mapping[str, Call], *, rounds: int = ROUNDS, budget: float = BUDGET, clock: Clock = host_clock
 ) -> Samples:
-    """Times several calls in turn, A B C A B C ...
+    """Time several calls in turn, A B C A B C ...
 
     Args:
-        calls: what to time, by name; the first one, to which the others are compared, is in every round.
-        rounds: how many rounds at most.
-        budget: seconds for all of them together. Each has an equal share, and one that has used its share sits out
-            the rounds that are left: a slow peer gets fewer rounds, though never less than one. With the last
-            peer out it is over: alone, the first one would have its caches to itself.
-        clock: `clock(call, repeat)` gives the seconds per call.
+        calls: the calls to time, by name. The first is the baseline and takes part in every round.
+        rounds: the maximum number of rounds.
+        budget: seconds for all calls together. Each has an equal share and skips further rounds once it has used it,
+            after one round at least. Timing ends when all calls but the first skip, because the first alone would have
+            the caches to itself.
+        clock: `clock(call, repeat)` measures the seconds per call: `host_clock` or `cuda_clock`.
 
     >>> samples = alternate({"ours": lambda: sum(range(100)), "theirs": lambda: sum(range(10_000))}, rounds=3)
     >>> samples.ratio("theirs", "ours").median > 1
@@ -122,7 +122,7 @@ def alternate(
     first_name, *peers = calls
     repeat = {}
     for name, call in calls.items():
-        first = clock(call, 1)  # makes plans, caches and threads
+        first = clock(call, 1)  # the first call makes plans, caches and threads
         once = first if first > share / 8 else clock(call, 1)
         repeat[name] = max(1, math.ceil(SHORTEST_SAMPLE / max(once, 1e-9)))
     seconds: dict[str, list[float]] = {name: [] for name in calls}

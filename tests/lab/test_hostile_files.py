@@ -87,7 +87,7 @@ def test_a_gzip_file_is_unpacked_up_to_the_limit(tmp_path, a_mebibyte, monkeypat
     path = write(tmp_path / "idx.gz", gzip.compress(data))
     table = write(tmp_path / "a.csv.gz", gzip.compress(b"x,label\n" + b"%032d,a\n%032d,b\n" % (1, 2) * 20_000))
     message = (
-        r"expected 0\.000977 GiB unpacked at most \(more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so\), got more"
+        r"expected 0\.000977 GiB unpacked at most \(to allow more, set BLOCKSPARSE_MAX_UNPACKED, in GiB\), got more"
     )
     for read in (lambda: idx.read(path), lambda: csv_table.read(table)):
         with refused(message):

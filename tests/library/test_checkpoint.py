@@ -67,9 +67,9 @@ def test_a_dtype_that_the_format_has_not(path):
 @pytest.mark.parametrize(
     ("tensors", "about", "message"),
     [
-        ({}, {"when": {1, 2}}, "about: expected what JSON can express, got Object of type set"),
-        ({}, {("a", 1): 2}, "about: expected what JSON can express, got keys must be str"),
-        ({"x": torch.ones(3, device="meta")}, {}, "x: expected a tensor with numbers, got one on the meta device"),
+        ({}, {"when": {1, 2}}, "about: expected values that JSON can express, got Object of type set"),
+        ({}, {("a", 1): 2}, "about: expected values that JSON can express, got keys must be str"),
+        ({"x": torch.ones(3, device="meta")}, {}, "x: expected a tensor with data, got one on the meta device"),
         ({"x": [1.0]}, {}, "x: expected a tensor, got list"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_file_cut_short(part, path):
 
 
 def test_files_of_others(path):
-    with pytest.raises(BlockSparseError, match=r"expected a file, got .* which is not there"):
+    with pytest.raises(BlockSparseError, match=r"expected a file, got .* which is missing"):
         checkpoint.load(path)
     with pytest.raises(BlockSparseError, match="which is a folder"):
         checkpoint.load(path.parent)

@@ -354,7 +354,7 @@ def about_of_one(folder):
 def test_what_json_cannot_express_in_one_process(processes, tmp_path):
     first, second = processes(2)(about_of_one, tmp_path / "at")
     assert first == second
-    assert first.startswith("process 1: about: expected what JSON can express")
+    assert first.startswith("process 1: about: expected values that JSON can express")
     assert not list((tmp_path / "at").iterdir())
 
 

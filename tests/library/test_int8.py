@@ -202,7 +202,7 @@ def test_states_that_miss_or_change_something_leave_the_layer_as_it_was(any_back
         with pytest.raises(RuntimeError, match="layout: expected crow_indices and col_indices"):
             small.load_state_dict({key: state[key] for key in state if key not in gone}, strict=False)
         torch.testing.assert_close(small(x), before)
-    with pytest.raises(RuntimeError, match="not those of a layer in 8 bits"):
+    with pytest.raises(RuntimeError, match="not those of an int8 layer"):
         model()[0].load_state_dict(state, strict=False)
 
 

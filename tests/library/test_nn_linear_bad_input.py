@@ -26,7 +26,7 @@ LAYOUT = bs.BlockLayout([[True, True]], block_size=16)
         ({"density": -0.1}, "density: expected"),
         ({"density": 1.5}, "density: expected"),
         ({"density": math.nan}, "density: expected"),
-        ({"layout": LAYOUT, "density": 0.5}, "density: expected None where a layout is given"),
+        ({"layout": LAYOUT, "density": 0.5}, "density: expected None if a layout is given"),
         ({"layout": LAYOUT.T}, r"layout: expected shape \(16, 32\)"),
         ({"layout": LAYOUT.mask()}, "layout: expected a BlockLayout, got Tensor"),
         ({"activation": "tanh"}, "activation: expected one of"),

@@ -405,7 +405,7 @@ BAD = {
     "hidden_size: expected an int, 1 or more": lambda: bs.nn.LSTM(8, 0),
     "proj_size: expected an int, 0 or more and below hidden_size, 16": lambda: bs.nn.LSTM(8, 16, proj_size=16),
     "dropout: expected a number from 0 to 1": lambda: bs.nn.LSTM(8, 16, dropout=2),
-    "density: expected None where a layout is given": lambda: bs.nn.LSTM(
+    "density: expected None if a layout is given": lambda: bs.nn.LSTM(
         8, 16, density=0.5, layout=bs.patterns.dense((16, 16), 8)
     ),
     r"the layout of weight_hh_l0: expected shape \[16, 16\] or \[64, 16\]": lambda: bs.nn.LSTM(

@@ -62,7 +62,7 @@ def data():
             {"data": [torch.zeros(0, 64)], "density": {"0.weight": 0.5}},
             "batches: expected a sample or more, got only empty batches",
         ),
-        ({"block_size": (2**62, 2)}, r"block_size: expected fewer than 2\^63 numbers in a block, .* got \(4611"),
+        ({"block_size": (2**62, 2)}, r"block_size: expected fewer than 2\^63 elements, .* got \(4611"),
         (
             {"block_size": (2**31, 2)},
             "model: expected dense .* 0.weight: blocks of 2147483648 x 2 would pad its 4096 numbers to 137438953472;",

@@ -81,11 +81,11 @@ class BlocksparseMatMul:
         return self.layout.values_shape
 
     def i_shape(self, batch: int) -> tuple[int, int]:
-        """The shape of x for a batch: (batch, in), or (in, batch) for feature_axis 0."""
+        """Return the shape of x for a batch: (batch, in), or (in, batch) for feature_axis 0."""
         return self._shape(batch, self.layout.shape[0])
 
     def o_shape(self, batch: int) -> tuple[int, int]:
-        """The shape of y for a batch: (batch, out), or (out, batch) for feature_axis 0."""
+        """Return the shape of y for a batch: (batch, out), or (out, batch) for feature_axis 0."""
         return self._shape(batch, self.layout.shape[1])
 
     def _shape(self, batch: int, features: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ class ConvolutionCall(LayoutModule):
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{settings}, "
-            f"{self._stored}, bias={self.bias is not None}{activation}"
+            f"{self._layout_repr}, bias={self.bias is not None}{activation}"
         )
 
 
@@ -89,7 +89,7 @@ class ConvCall(ConvolutionCall):
         return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
 
     def padded(self, x: Tensor) -> Tensor:
-        """The image with the margins that the padding gives it."""
+        """Return the image with the margins that the padding gives it."""
         if self.padding == "valid":
             return x
         if self.padding_mode == "circular":
@@ -124,7 +124,7 @@ class Convolution(ConvolutionCall, BlockSparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weights and biases again."""
+        """Draw weights and biases again."""
         self.draw_parameters(self.bias)
 
 
@@ -330,7 +330,7 @@ class ConvTranspose3d(_ConvTranspose):
 
 
 def margins(layer: Any) -> list[int]:
-    """The padding of a convolution, torch.nn's or ours, as F.pad takes it: the last axis first, before and after."""
+    """Return the padding of a convolution, torch.nn's or ours, as F.pad takes it: the last axis first, before and after."""
     around: list[int] = []
     for axis in reversed(range(len(layer.kernel_size))):
         if layer.padding == "same":

@@ -45,7 +45,7 @@ class DenseWeight(Tensor):
     def of(
         make: Callable[[], Tensor], shape: Sequence[int], like: Tensor, grad: Callable[[], Tensor | None]
     ) -> DenseWeight:
-        """The weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
+        """Return the weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
         self: DenseWeight = Tensor._make_wrapper_subclass(
             DenseWeight, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
@@ -55,7 +55,7 @@ class DenseWeight(Tensor):
 
     @staticmethod
     def over(tensor: Tensor) -> Tensor:
-        """The tensor, read-only, over its memory; itself while a transform or a mode looks on."""
+        """Return the tensor, read-only, over its memory; itself while a transform or a mode looks on."""
         if not _is_plain(tensor):
             return tensor
         self = Tensor._make_subclass(DenseWeight, tensor, tensor.requires_grad)
@@ -104,7 +104,7 @@ class DenseWeight(Tensor):
 
 
 def _guarded(result: Any, made: list[Tensor]) -> Any:
-    """The result, read-only where it has the memory of one of the tensors made."""
+    """Return the result, read-only where it has the memory of one of the tensors made."""
     if isinstance(result, np.ndarray):
         if any(tensor.device.type == "cpu" and result.ctypes.data == tensor.data_ptr() for tensor in made):
             result.flags.writeable = False
@@ -128,7 +128,7 @@ def _read_only(what: Any) -> BlockSparseError:
 
 
 def refuse_weight(name: str, parameter: Any) -> None:
-    """Raises a BlockSparseError for a parameter made of a block-sparse weight: torch.nn.utils.prune registers such."""
+    """Raise a BlockSparseError for a parameter made of a block-sparse weight: torch.nn.utils.prune registers such."""
     if isinstance(parameter, DenseWeight) or hasattr(parameter, "set_layout"):
         weight = name.removesuffix("_orig")
         expected = (
@@ -140,7 +140,7 @@ def refuse_weight(name: str, parameter: Any) -> None:
 
 
 def not_assigned(weight: Any) -> BlockSparseError:
-    """The error for one who sets the weight of a module."""
+    """Return the error for one who sets the weight of a module."""
     expected = (
         "`values` and a layout, which it is made of: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), "
         "or layer.values.data.copy_(blocksparse.from_dense(weight, layer.layout))"

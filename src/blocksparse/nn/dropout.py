@@ -58,12 +58,12 @@ class Dropout(nn.Module):
 
 
 def _saves(x: Tensor, slope: float) -> bool:
-    """Whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
+    """Return whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
     return slope != 1 and x.requires_grad and torch.is_grad_enabled() and can_bypass_dispatcher(x) and x.is_contiguous()
 
 
 def _order(x: Tensor) -> list[int]:
-    """The axes as they lie in memory, where that is another order: images that are channels-last stay so."""
+    """Return the axes as they lie in memory, where that is another order: images that are channels-last stay so."""
     if x.is_contiguous():
         return []
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
@@ -71,5 +71,5 @@ def _order(x: Tensor) -> list[int]:
 
 
 def seed() -> int:
-    """A seed for one call, drawn by PyTorch's generator."""
+    """Return a seed for one call, drawn by PyTorch's generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64

@@ -84,7 +84,7 @@ class Experts(MultiWeightModule):
         self.reset_parameters()
 
     def _stack(self) -> None:
-        """Makes dense weights `[experts, out, in]`."""
+        """Make dense weights `[experts, out, in]`."""
         for name in self.sizes:
             weight = getattr(self, name)
             if isinstance(weight, nn.Parameter) and weight.dim() == 2:
@@ -92,7 +92,7 @@ class Experts(MultiWeightModule):
                 setattr(self, name, nn.Parameter(stacked, weight.requires_grad))
 
     def reset_parameters(self) -> None:
-        """Draws all weights again, uniform within 1 / sqrt(fan_in)."""
+        """Draw all weights again, uniform within 1 / sqrt(fan_in)."""
         self._draw_weights()
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
@@ -106,7 +106,7 @@ class Experts(MultiWeightModule):
         return not any(map(self._is_stored, WEIGHTS))
 
     def _is_stored(self, name: str) -> bool:
-        """Whether only some blocks of a weight are stored."""
+        """Return whether only some blocks of a weight are stored."""
         return isinstance(self._modules.get(name), Weight)
 
     def size_of(self, name: str) -> tuple[Size, Size | None] | None:
@@ -148,7 +148,7 @@ class Experts(MultiWeightModule):
         return y.to(hidden_states.dtype)
 
     def _units(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes gated linear units by these products, whose outputs may be padded."""
+        """Compute gated linear units by these products, whose outputs may be padded."""
         gate, up = gate_up(x)[:, : 2 * self.intermediate_dim].chunk(2, -1)
         return down(self.act_fn(gate) * up)[:, : self.hidden_dim]
 
@@ -157,7 +157,7 @@ class Experts(MultiWeightModule):
         return ops.expert_linear(_padded(x, layout), weight, layout, starts)
 
     def _by_all(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Computes the same without the host: every expert takes all tokens."""
+        """Compute the same without the host: every expert takes all tokens."""
         y = torch.zeros_like(x)
         for expert, products in enumerate(zip(*map(self._cut, WEIGHTS), strict=True)):
             chosen = top_k_index == expert
@@ -167,7 +167,7 @@ class Experts(MultiWeightModule):
         return y
 
     def _cut(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the product with each expert's weight, cut at once, so that the gradient is joined once."""
+        """Return the product with each expert's weight, cut at once, so that the gradient is joined once."""
         weight, layout = self._weight(name)
         if not self._is_stored(name):
             return [partial(F.linear, weight=own) for own in weight.unbind(0)]
@@ -188,5 +188,5 @@ def _padded(x: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, which cannot wait for the host."""
+    """Return whether a CUDA graph is being captured, which cannot wait for the host."""
     return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -74,7 +74,7 @@ class GatedMLP(nn.Module):
 
     @classmethod
     def of(cls, mlp: nn.Module) -> Self:
-        """The same layers, parameters shared, of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`.
+        """Return the same layers, parameters shared, of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`.
 
         Raises:
             BlockSparseError: the module has no such layers, block-sparse ones of one block, or computes something else,
@@ -132,7 +132,7 @@ class GatedMLP(nn.Module):
 
 
 def _is_bare(layer: Any) -> bool:
-    """Whether a call of the layer is its product alone, and nobody waits for its inputs or outputs."""
+    """Return whether a call of the layer is its product alone, and nobody waits for its inputs or outputs."""
     if type(layer) is not Linear or "forward" in vars(layer):  # accelerate's hooks write one into the module
         return False
     if layer.activation is not None or torchs._has_any_global_hook():
@@ -157,7 +157,7 @@ def _same_function(act: Any, own: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _same(mlp: nn.Module, fused: GatedMLP) -> bool:
-    """Whether both give the same, and not only 0, for some random tokens, of numbers near 1 and of large ones."""
+    """Return whether both give the same, and not only 0, for some random tokens, of numbers near 1 and of large ones."""
     like = fused.gate_proj.values
     modes = {module: module.training for module in mlp.modules()}
     kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}

@@ -39,7 +39,7 @@ class HiddenOnly(Recurrent):
         return unrolled(steps, step, (of_inputs,), h, c)
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """The next h, from the products of the input and of h, with their biases."""
+        """Return the next h, from the products of the input and of h, with their biases."""
         raise NotImplementedError
 
 

@@ -20,7 +20,7 @@ from .module import BlockSparseModule, layout_for
 
 
 class LinearModule(LayoutModule):
-    """The call of a linear layer, padded to whole blocks; subclasses have the product."""
+    """The forward pass of a linear layer, padded to whole blocks; subclasses define the product."""
 
     in_features: int
     out_features: int
@@ -30,34 +30,34 @@ class LinearModule(LayoutModule):
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """(out, in) of the weight, without padding."""
+        """(out_features, in_features) of the weight, without padding."""
         return self.out_features, self.in_features
 
     def forward(self, input: Tensor) -> Tensor:
         return self.compute(input, self.bias, self.activation)
 
     def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, *gate: Tensor | None) -> Tensor:
-        """activation(x W^T + bias), whatever the module's own bias and activation are."""
+        """Return activation(x W^T + bias) for any bias and activation, padding x and the bias to whole blocks."""
         layout = self.layout
-        out_features, in_features = layout.shape
-        if in_features != self.in_features:
+        padded_out, padded_in = layout.shape
+        if padded_in != self.in_features:
             if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
                 raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", shape_of(x))
-            x = F.pad(x, (0, in_features - self.in_features))
-        if bias is not None and out_features != self.out_features:
-            bias = F.pad(bias, (0, out_features - self.out_features))
+            x = F.pad(x, (0, padded_in - self.in_features))
+        if bias is not None and padded_out != self.out_features:
+            bias = F.pad(bias, (0, padded_out - self.out_features))
         y = self._product(x, self._tensor("values"), layout, bias, activation, *gate)
-        return y if out_features == self.out_features else y[..., : self.out_features]
+        return y if padded_out == self.out_features else y[..., : self.out_features]
 
     def _tensor(self, name: str) -> Tensor | None:
-        """A parameter, or what has come in its place: Module's own way to it takes as long as a small product."""
-        found: Tensor | None = self._parameters.get(name)
-        return getattr(self, name) if found is None else found
+        """Return `getattr(self, name)`. A parameter is read directly, because Module's lookup is slow."""
+        parameter: Tensor | None = self._parameters.get(name)
+        return getattr(self, name) if parameter is None else parameter
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, {self._stored}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, {self._layout_repr}, "
             f"bias={self.bias is not None}{activation}"
         )
 
@@ -66,22 +66,23 @@ class Linear(LinearModule, BlockSparseModule):
     """`torch.nn.Linear` with a block-sparse weight: y = activation(x W^T + b).
 
     Args:
-        in_features, out_features: any positive sizes; what is no multiple of the block is padded inside.
-        layout: which blocks of the (padded) weight `[out_features, in_features]` exist.
-        density: instead of a layout, the fraction of its numbers that a random pattern stores; None for all.
-        block_size: an int or (rows, columns), where no layout is given.
-        bias: whether there is a bias `[out_features]`.
+        in_features, out_features: positive sizes; the module pads them to multiples of the block.
+        layout: the stored blocks of the padded weight `[out_features, in_features]`.
+        density: fraction of the weights that a random layout stores if no layout is given; None stores all.
+        block_size: an int or (rows, columns), used if no layout is given.
+        bias: whether the layer has a bias `[out_features]`.
         activation: None, "relu", "gelu" or "silu".
         device, dtype: of the parameters.
 
-    Weights and biases are drawn as torch.nn.Linear draws them, uniform within 1 / sqrt(fan_in), with the fan-in
-    that each output really has in the layout.
+    Weights and biases are drawn as in torch.nn.Linear, uniform within 1 / sqrt(fan_in), where fan_in counts the stored
+    inputs of each output.
 
-    Shapes: `[..., in_features] -> [..., out_features]`. The call takes a `gate` `[nnz]` too, as `blocksparse.linear`.
+    Shapes: `[..., in_features] -> [..., out_features]`. `forward` also accepts a `gate` `[nnz]`, as
+    `blocksparse.linear`.
 
     Raises:
-        BlockSparseError: a layout of another shape, a density outside of 0..1 or that rounds to no block, sizes that
-            are not positive, an unknown activation; in the call, inputs that `blocksparse.linear` refuses.
+        BlockSparseError: the layout has another shape, the density is not in 0..1 or stores no block, a size is not
+            positive, or the activation is unknown; in the call, for inputs that `blocksparse.linear` refuses.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -93,7 +94,7 @@ class Linear(LinearModule, BlockSparseModule):
     """
 
     dense_kind: Any = None
-    """The class of another library that `sparsify` made it of, if that one's weight is `[in, out]`."""
+    """The class of another library's layer that `sparsify` replaced by this one, if its weight is `[in, out]`."""
     _product = staticmethod(ops.linear)
 
     def __init__(
@@ -121,5 +122,5 @@ class Linear(LinearModule, BlockSparseModule):
         return self.compute(input, self._tensor("bias"), self.activation, gate)
 
     def reset_parameters(self) -> None:
-        """Draws weights and biases again."""
+        """Draw new weights and biases."""
         self.draw_parameters(self.bias)

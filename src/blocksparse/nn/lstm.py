@@ -98,7 +98,7 @@ class LSTM(Recurrent):
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 
     def _one_step(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
-        """The whole of a usual call for one step in inference on the CPU; None for what the long way has to see.
+        """Return the whole of a usual call for one step in inference on the CPU; None for what the long way has to see.
 
         That takes longer than the products of a thousand units do.
         """
@@ -127,7 +127,7 @@ class LSTM(Recurrent):
         return y, (h, to_dtype(c, x.dtype if hx is None else hx[1].dtype))
 
     def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
-        """Whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""
+        """Return whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""
         if any(isinstance(weight, Weight) for weight in self.children()):
             return False
         check_states(hx)
@@ -139,7 +139,7 @@ class LSTM(Recurrent):
         return self
 
     def flatten_parameters(self) -> None:
-        """Puts dense weights on a GPU side by side in memory, since cuDNN would copy them in every call."""
+        """Put dense weights on a GPU side by side in memory, since cuDNN would copy them in every call."""
         weights = self._flat_weights()
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
             return

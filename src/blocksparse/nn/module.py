@@ -1,4 +1,4 @@
-"""The base of all block-sparse modules: a layout, its values as a plain parameter, and both in the state dict."""
+"""The base of block-sparse modules: a layout, its values as a parameter, and both in the state dict."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..layout import BlockLayout, check_layout
 from ..patterns.random_layouts import random_of_features
 from ..state_indices import layout_from_state
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
-from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
-from .optimizer_watch import note_left_behind, note_resized
+from .layout_module import INDICES_REQUIRED, LayoutModule, name_of_changed_buffer, was_compiled
+from .optimizer_watch import mark_resized, mark_state_stale
 from .tensor_parallel_part import TensorParallelPart
 
 
 class BlockSparseModule(LayoutModule):
     """A module whose weight is the parameter `values` on `layout`.
 
-    Loading a state dict with another pattern of the same shape changes the module's layout to it.
+    `load_state_dict` with another layout of the same shape changes the module's layout.
     """
 
-    _transposed = False  # whether torch.nn has the inputs first
+    _transposed = False  # whether torch.nn's weight is [in, out]
     values: nn.Parameter
     part: TensorParallelPart | None = None
-    """Where several processes hold the weight together: which part of it this module is."""
+    """The part of the weight in this module, if several processes hold the weight together."""
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__(layout)
@@ -43,20 +43,20 @@ class BlockSparseModule(LayoutModule):
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:
-        """Marks which outputs and inputs of the layout are not padding, bool on the CPU; None where all are real."""
+        """Two bool tensors on the CPU, True for outputs and inputs that are not padding; None without padding."""
         return self._used
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """(out, in) of the weight, without padding where the module knows it."""
+        """(out, in) of the weight; without padding if the module knows its size."""
         return self._layout.shape
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight as the module of torch.nn has it, without padding; read-only.
+        """The dense weight in the shape of torch.nn's module, without padding; read-only.
 
-        Its dtype, device and shape cost nothing; each operation that reads the numbers makes them, differentiably. It
-        is no parameter, and not in the state dict: trained, saved and written to are the `values`.
+        Its dtype, device and shape cost nothing. Each operation that reads its elements makes them from `values`,
+        differentiably. It is neither a parameter nor in the state dict: train, save and write `values`.
 
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Conv2d(64, 32, 3, density=0.5)
@@ -66,7 +66,7 @@ class BlockSparseModule(LayoutModule):
         >>> torch.allclose(torch.nn.functional.conv2d(x, layer.weight, layer.bias), layer(x), atol=1e-5)
         True
         """
-        if is_dynamo_compiling():  # which leaves out what is not used
+        if is_dynamo_compiling():  # the compiler removes it if it is not used
             return self.dense_of(self.values)
         shape = (*self._dense_shape, *self.values.shape[3:])
         if self._transposed:
@@ -91,7 +91,7 @@ class BlockSparseModule(LayoutModule):
         return self.weight_shape
 
     def dense_of(self, values: Tensor) -> Tensor:
-        """Values of the layout, or their gradient, as a dense weight without padding, newly made; differentiable."""
+        """Return values of the layout, or their gradient, as a new dense weight without padding; differentiable."""
         out, in_ = self.weight_shape
         weight = to_dense(values, self.layout)[:out, :in_]
         return (weight.transpose(0, 1) if self._transposed else weight).contiguous()
@@ -101,15 +101,16 @@ class BlockSparseModule(LayoutModule):
         return None if grad is None else self.dense_of(grad)
 
     def set_layout(self, layout: BlockLayout, values: Tensor) -> None:
-        """Sets another pattern and its values in place: the parameter stays the same object; its gradient is cleared.
+        """Set another layout and its values in place: the parameter stays the same object; its gradient is cleared.
 
         Args:
-            layout: of the same block, of the module's sizes.
-            values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind. It is not copied.
+            layout: a layout with the module's size and block.
+            values: `[nnz, block_out, block_in]`, or for a convolution `[nnz, block_out, block_in, *kernel]`. The
+                tensor is not copied.
 
         Raises:
-            BlockSparseError: a layout of another block or of other sizes, values of another shape, dtype or device, or
-                that the module computes from other parameters. Nothing is changed then.
+            BlockSparseError: the layout has another size or block, the values have another shape, dtype or device, or
+                the module computes its values from other parameters. Nothing is changed then.
 
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(4, 2, block_size=2, density=1)
@@ -120,60 +121,60 @@ class BlockSparseModule(LayoutModule):
         self.change_layout(layout, values, state_follows=False)
 
     def change_layout(self, layout: BlockLayout, values: Tensor, *, state_follows: bool = True) -> None:
-        """Does what `set_layout` does, for callers that move the state of optimizers along."""
+        """Set another layout like `set_layout`, for callers that also convert the optimizers' state."""
         check_layout(layout)
-        mine = self._parameters.get("values")
-        if mine is None:
-            computed = "ones computed from others, as torch.nn.utils.prune and weight_norm do: remove these first"
+        own = self._parameters.get("values")
+        if own is None:
+            computed = "computed ones, as of torch.nn.utils.prune and weight_norm: remove these first"
             raise BlockSparseError.expected("values", "a parameter of the module", computed)
-        if hasattr(mine, "device_mesh"):
-            expected = "a parameter that this process has alone (blocksparse.sparsity.rewire changes others)"
-            raise BlockSparseError.expected("values", expected, f"one sharded over {mine.device_mesh}")
+        if hasattr(own, "device_mesh"):
+            expected = "a parameter of this process alone (use blocksparse.sparsity.rewire for sharded ones)"
+            raise BlockSparseError.expected("values", expected, f"one sharded over {own.device_mesh}")
         if not isinstance(values, Tensor) or values.layout != torch.strided:
             kind = values.layout if isinstance(values, Tensor) else type(values).__name__
             raise BlockSparseError.expected("values", "a dense tensor", kind)
         if layout.block_shape != self._layout.block_shape:
             raise BlockSparseError.expected("layout", f"blocks of {self._layout.block_shape}", repr(layout))
         check_shape(layout, self.weight_shape)
-        shape = [layout.nnz, *mine.shape[1:]]
-        if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
+        shape = [layout.nnz, *own.shape[1:]]
+        if list(values.shape) != shape or values.dtype != own.dtype or values.device != own.device:
             got = f"{list(values.shape)}, {values.dtype}, {values.device}"
-            raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
+            raise BlockSparseError.expected("values", f"{shape}, {own.dtype}, {own.device}", got)
         if not state_follows and layout != self._layout:
-            note_left_behind(mine)
-        replace_data(mine, values.detach())
+            mark_state_stale(own)
+        replace_data(own, values.detach())
         self.layout_changed(layout)
 
     def layout_changed(self, layout: BlockLayout) -> None:
-        """Takes over a layout that `values` has already been changed to."""
-        if was_traced(self):
-            self._become_operand(layout)
+        """Set the layout after `values` have been changed to it."""
+        if was_compiled(self):
+            self._make_layout_dynamic(layout)
         if layout.grid != self._layout.grid:
-            self._used = _padding_of(layout, self.weight_shape)
+            self._used = _marks_of_used(layout.shape, self.weight_shape)
         self._layout = layout
         self.reset_layout_buffers()
 
     def draw_parameters(self, bias: Tensor | None) -> None:
-        """Draws values and bias, uniform within 1 / sqrt(fan_in) with the fan-in of each output; the padding is 0.
+        """Draw values and bias uniformly within 1 / sqrt(fan_in) of each output; the padding is 0.
 
-        The fan-in counts the stored inputs, each with all taps of a kernel.
+        fan_in counts the stored inputs, times the taps of a convolution's kernel.
         """
-        bound = self.draw_values(_padding_of(self._layout, self.weight_shape))
+        bound = self.draw_values(_marks_of_used(self._layout.shape, self.weight_shape))
         if bias is not None and not bias.is_meta:
             with torch.no_grad():
                 bias.uniform_(-1, 1).mul_(bound[: len(bias)])
 
     def draw_values(self, used: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Draws values, uniform within the bound of each output, 1 / sqrt(fan_in); returns the bounds `[out_features]`.
+        """Draw values uniformly within 1 / sqrt(fan_in) of each output; return these bounds, `[out_features]`.
 
         Args:
-            used: the property's new value.
+            used: the new value of the property `used`.
         """
         self.reset_layout_buffers()
         self._used = used
         layout, values = self._layout, self.values
         height, width = layout.block_shape
-        if values.is_meta:  # nothing to draw, and PyTorch would spend seconds importing its code for such tensors
+        if values.is_meta:  # drawing meta tensors makes PyTorch import code for seconds
             return values.new_empty(layout.shape[0])
         rows, cols = block_coordinates(layout, torch.device("cpu"))
         used_out, used_in = used or (torch.ones(size, dtype=torch.bool, device="cpu") for size in layout.shape)
@@ -183,56 +184,60 @@ class BlockSparseModule(LayoutModule):
         device = bound.device
         with torch.no_grad():
             values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
-            # The padding stays 0, as it gets no gradient.
+            # Set the padding to 0. It stays 0, because it gets no gradient.
             for padding, lines in ((~used_out.view(-1, height), rows), (~inputs, cols)):
-                partly = padding.any(1)[lines].nonzero().squeeze(1)
-                mask = padding[lines[partly]].to(device)
+                blocks = padding.any(1)[lines].nonzero().squeeze(1)
+                mask = padding[lines[blocks]].to(device)
                 mask = mask.unsqueeze(1) if lines is cols else mask.unsqueeze(2)
-                partly = partly.to(device)
-                values[partly] = values[partly].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
+                blocks = blocks.to(device)
+                values[blocks] = values[blocks].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
         return bound.repeat_interleave(height)
 
-    def _adopt(self, given: dict[str, Any]) -> None:
-        mine, (crow, col, values) = self._layout, map(given.get, ("crow_indices", "col_indices", "values"))
-        for name, tensor in given.items():
+    def _load_layout(self, loaded: dict[str, Any]) -> None:
+        own, (crow, col, values) = self._layout, map(loaded.get, ("crow_indices", "col_indices", "values"))
+        for name, tensor in loaded.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise BlockSparseError.expected(name, "a dense tensor", got)
-        if not given:
+        if not loaded:
             return
         if crow is None or col is None:
-            raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
+            raise BlockSparseError.expected("layout", INDICES_REQUIRED, f"only {' and '.join(loaded)}", Page.LAYOUTS)
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
-            return  # nothing is loaded
+            return  # there is no data to load
         self._check_blocks(values)
-        layout = layout_from_state(crow, col, mine)
+        layout = layout_from_state(crow, col, own)
         shape = [layout.nnz, *self.values.shape[1:]]
-        if values is None and layout != mine:
+        if values is None and layout != own:
             raise BlockSparseError.expected("values", f"{shape} for {layout!r}", values)
         if values is not None:
-            if list(values.shape) != shape:
-                raise BlockSparseError.expected("values", f"{shape} for {layout!r}", list(values.shape))
-            if not values.is_floating_point() and not values.is_complex():
-                raise BlockSparseError.expected("values", "real numbers, not those of a layer in 8 bits", values.dtype)
-            if values.is_complex() and not self.values.is_complex():
-                raise BlockSparseError.expected("values", "real numbers", values.dtype)
-            if values.is_meta and not self.values.is_meta:
-                raise BlockSparseError.expected("values", "a tensor with numbers", "one on the meta device")
-        if layout != mine:
+            self._check_values(values, shape, layout)
+        if layout != own:
             with torch.inference_mode(False):
                 self.set_layout(layout, self.values.new_empty(shape))
-        elif others_in_buffers(self):
+        elif name_of_changed_buffer(self):
             self.reset_layout_buffers(self.values.device)
+
+    def _check_values(self, values: Tensor, shape: list[int], layout: BlockLayout) -> None:
+        """Raise a BlockSparseError unless the values of a state dict can be copied to the module's."""
+        if list(values.shape) != shape:
+            raise BlockSparseError.expected("values", f"{shape} for {layout!r}", list(values.shape))
+        if not values.is_floating_point() and not values.is_complex():
+            raise BlockSparseError.expected("values", "real numbers, not those of an int8 layer", values.dtype)
+        if values.is_complex() and not self.values.is_complex():
+            raise BlockSparseError.expected("values", "real numbers", values.dtype)
+        if values.is_meta and not self.values.is_meta:
+            raise BlockSparseError.expected("values", "a tensor with data", "one on the meta device")
 
 
 class Parametrizations(nn.ModuleDict):
-    """A module's parametrizations by name, in which `values` is such a name and not the method of dictionaries."""
+    """The parametrizations of a module, where the attribute `values` is the one of that parameter, not dict.values."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "values":
-            mine = self.__dict__["_modules"].get(name)
-            if mine is not None:
-                return mine
+            own = self.__dict__["_modules"].get(name)
+            if own is not None:
+                return own
         return super().__getattribute__(name)
 
     def __setitem__(self, key: str, module: nn.Module) -> None:
@@ -240,24 +245,24 @@ class Parametrizations(nn.ModuleDict):
 
 
 class Weight(BlockSparseModule):
-    """A block-sparse weight without a call of its own: one of several that a module has."""
+    """A block-sparse weight of a module that has several; it has no forward pass of its own."""
 
     def __init__(self, layout: BlockLayout, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__(layout, (), device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the values."""
+        """The device of the values."""
         return self.values.device
 
     @property
     def shape(self) -> torch.Size:
-        """Of the dense weight, without padding."""
+        """The shape of the dense weight, without padding."""
         return torch.Size(self._dense_shape)
 
     @property
@@ -275,22 +280,22 @@ class Weight(BlockSparseModule):
         return weight[out][:, in_]
 
     def extra_repr(self) -> str:
-        return f"{self._layout.shape}, {self._stored}"
+        return f"{self._layout.shape}, {self._layout_repr}"
 
 
 def check_parameters(layer: nn.Module, name: str = "layer") -> None:
-    """Raises a BlockSparseError where other parameters than its values and bias make these in each call."""
+    """Raise a BlockSparseError if the layer's values or bias are computed from other parameters in each call."""
     stored = layer._parameters.keys() | layer._buffers.keys()
     computed = [key for key in ("values", "bias") if key not in stored and getattr(layer, key, None) is not None]
     if computed:
-        wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
-        raise BlockSparseError.expected(name, wanted, f"{' and '.join(computed)} computed in each call")
+        expected = "`values` that are a parameter: remove the parametrization (such as torch.nn.utils.prune.remove)"
+        raise BlockSparseError.expected(name, expected, f"{' and '.join(computed)} computed in each call")
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
-    """Gives a parameter data of any shape and clears its gradient; a backward pass that needs the old data raises.
+    """Set a parameter's data to a tensor of any shape and clear its gradient.
 
-    Data made in inference mode is copied, so that the parameter can still be trained.
+    A backward pass that needs the old data raises. Inference tensors are copied, so that the parameter can be trained.
     """
     parameter.grad = None
     if not parameter.is_inference():
@@ -299,12 +304,12 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
             with torch.inference_mode(False):
                 data = data.clone()
     if data.shape != parameter.shape:
-        # A graph that is still held, that of the last loss say, has a node for the gradient in the old shape. PyTorch
-        # makes a new one only where the dtype changes.
+        # A graph that still exists, such as the last loss's, has a gradient node with the old shape. PyTorch makes a new
+        # node only when the dtype changes, so change it twice.
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         with torch.inference_mode(False):
             parameter.data = data.new_empty(0, dtype=other)
-        note_resized(parameter)
+        mark_resized(parameter)
     parameter.data = data
 
 
@@ -315,23 +320,24 @@ def layout_for(
     block_size: int | tuple[int, int],
     what: str = "features",
 ) -> BlockLayout:
-    """Returns the layout of a module of `shape` (out, in), padded to whole blocks: the one given, or a random one.
+    """Return the layout of a module of `shape` (out, in), padded to whole blocks.
 
-    Without a density every block is stored. The random pattern is drawn with PyTorch's generator as the seed.
+    It is `layout` if that is given, else a random one of the density, else the dense one. Random layouts get their seed
+    from PyTorch's generator.
     """
     for name, size in zip((f"out_{what}", f"in_{what}"), shape, strict=True):
         integer(name, size, 1)
     if layout is not None:
         check_layout(layout)
         if density is not None:
-            raise BlockSparseError.expected("density", "None where a layout is given", density)
+            raise BlockSparseError.expected("density", "None if a layout is given", density)
         check_shape(layout, shape, f" {what}")
         return layout
     probe = BlockLayout([[True]], block_size)  # checks the block size
     padded = _padded(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
-    return random_layout(padded, probe.block_shape, density, _used_of(padded, shape))
+    return random_layout(padded, probe.block_shape, density, _marks_of_used(padded, shape))
 
 
 def random_layout(
@@ -340,10 +346,13 @@ def random_layout(
     density: float,
     used: tuple[Tensor, Tensor] | None = None,
 ) -> BlockLayout:
-    """A pattern drawn with PyTorch's generator as the seed; a density above 0 that rounds to no block is refused.
+    """Draw a random layout with a seed from PyTorch's generator; refuse a density above 0 that stores no block.
 
-    Of the outputs and inputs of `shape` those in `used` are real and not padding, bool; None where all are. The density
-    is that of real numbers.
+    Args:
+        shape: (out, in) with padding, in features.
+        block_shape: (rows, columns) of a block.
+        density: fraction of the weights, without padding, to store.
+        used: two bool tensors, True for outputs and inputs that are not padding; None without padding.
     """
     seed = int(torch.randint(2**31, (), device="cpu"))
     if used is None:
@@ -357,7 +366,7 @@ def random_layout(
 
 
 def _no_block(layout: BlockLayout, density: float, real: tuple[int, int]) -> BlockSparseError:
-    """The error for a density too low for one block of a weight, whose shape without padding is `real`."""
+    """Make the error for a density that stores no block; `real` is the weight's shape without padding."""
     stored = f"one of the {layout.grid[0] * layout.grid[1]} blocks of {layout.block_shape} in {layout.shape}"
     size = _smaller_block(real, max(layout.block_shape), density)
     remedy = "density=1" if size is None else f"block_size={size}, or density=1"
@@ -365,30 +374,26 @@ def _no_block(layout: BlockLayout, density: float, real: tuple[int, int]) -> Blo
 
 
 def _smaller_block(shape: tuple[int, int], below: int, density: float) -> int | None:
-    """The largest power of two whose blocks the density has enough of for each row or each column, or else for one."""
-    some = None
+    """Return the largest block size, a power of two, that gives each row or column a block, or else any block."""
+    fallback = None
     for power in reversed(range((below - 1).bit_length())):
         grid = [math.ceil(size / 2**power) for size in shape]
         stored = round(density * grid[0] * grid[1])
         if stored and stored >= min(grid):
             return int(2**power)
-        some = some or (2**power if stored else None)
-    return some
+        fallback = fallback or (2**power if stored else None)
+    return fallback
 
 
 def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> None:
-    """Raises a BlockSparseError unless the layout is that of a weight of `shape` (out, in), padded to whole blocks."""
+    """Raise a BlockSparseError unless the layout has `shape` (out, in) padded to whole blocks."""
     padded = _padded(shape, layout.block_shape)
     if layout.shape != padded:
         raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout), Page.LAYOUTS)
 
 
-def _padding_of(layout: BlockLayout, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """Which outputs and inputs of the layout are within `shape`: bool on the CPU; None where all are."""
-    return _used_of(layout.shape, shape)
-
-
-def _used_of(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+def _marks_of_used(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Mark the outputs and inputs of `padded` that are within `shape`: bool on the CPU; None if all are."""
     if padded == shape:
         return None
     out, in_ = (torch.arange(more, device="cpu") < size for more, size in zip(padded, shape, strict=True))
@@ -396,4 +401,5 @@ def _used_of(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, T
 
 
 def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Round both sizes of a shape up to multiples of the block."""
     return math.ceil(shape[0] / block[0]) * block[0], math.ceil(shape[1] / block[1]) * block[1]

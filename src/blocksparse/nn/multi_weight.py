@@ -27,7 +27,7 @@ class Size(NamedTuple):
     padded: int
 
     def used(self, size: int, parts: bool = True) -> Tensor:
-        """Marks which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
+        """Mark which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
         index = torch.arange(size, device="cpu")
         return (index % self.padded if parts else index) < self.real
 
@@ -60,15 +60,15 @@ class MultiWeightModule(nn.Module):
         super().register_parameter(name, param)
 
     def _check_layouts(self, *given: BlockLayout | None) -> None:
-        """Raises a BlockSparseError for a layout that is none, or one besides a density."""
+        """Raise a BlockSparseError for a layout that is none, or one besides a density."""
         layouts = [each for each in (*given, *self._layouts.values()) if each is not None]
         for each in layouts:
             check_layout(each)
         if self._density is not None and layouts:
-            raise BlockSparseError.expected("density", "None where a layout is given", self._density)
+            raise BlockSparseError.expected("density", "None if a layout is given", self._density)
 
     def _add_weight(self, name: str, parts: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
-        """A weight of `parts` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
+        """Return a weight of `parts` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
 
         The layout is that of one part, then of each, or that of all; one in `layouts` by this name comes before it.
         """
@@ -93,12 +93,12 @@ class MultiWeightModule(nn.Module):
             setattr(self, name, Weight(layout, **self._options))
 
     def _check_names(self) -> None:
-        """Raises a BlockSparseError unless each of `layouts` was that of a weight."""
+        """Raise a BlockSparseError unless each of `layouts` was that of a weight."""
         if self._layouts:
             raise BlockSparseError.expected("layouts", f"names out of {list(self.sizes)}", sorted(self._layouts))
 
     def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
-        """A weight in use, and its layout."""
+        """Return a weight in use, and its layout."""
         weight = self._modules.get(name)  # Module's own way to it takes as long as a small product
         return (weight.values, weight.layout) if isinstance(weight, Weight) else (getattr(self, name), None)
 
@@ -135,7 +135,7 @@ class MultiWeightModule(nn.Module):
         return rows // out.padded * out.real, in_.real
 
     def with_weights(self, weights: Mapping[str, nn.Parameter | Weight]) -> Self:
-        """Returns a module with other weights or biases of these names, which shares all else with this one."""
+        """Return a module with other weights or biases of these names, which shares all else with this one."""
         new = copy.copy(self)
         new._parameters, new._modules = dict(self._parameters), dict(self._modules)
         for name, weight in weights.items():
@@ -144,7 +144,7 @@ class MultiWeightModule(nn.Module):
         return new
 
     def densified(self) -> Self:
-        """Returns the same module with dense weights, and so without padding; what stays as it is, is shared."""
+        """Return the same module with dense weights, and so without padding; what stays as it is, is shared."""
         changed: dict[str, nn.Parameter | Weight] = {}
         sizes: dict[str, tuple[Size, Size]] = {}
         for name, old in (*self.named_parameters(recurse=False), *self.named_children()):
@@ -164,20 +164,20 @@ class MultiWeightModule(nn.Module):
         return new
 
     def _draw_weights(self) -> None:
-        """Draws the block-sparse weights again, uniform within 1 / sqrt(fan_in)."""
+        """Draw the block-sparse weights again, uniform within 1 / sqrt(fan_in)."""
         for name, weight in self.named_children():
             if isinstance(weight, Weight):
                 weight.draw_values(self._used(name, weight.layout))
 
     def _used(self, name: str, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
-        """Which outputs and inputs of a weight's layout are not padding; None where all are real."""
+        """Return which outputs and inputs of a weight's layout are not padding; None where all are real."""
         out, in_ = self.sizes[name]
         used = out.used(layout.shape[0]), in_.used(layout.shape[1], parts=False)
         return None if all(bool(side.all()) for side in used) else used
 
 
 def _part(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
-    """How many blocks are stored above some rows of a weight, whole blocks, and the layout of these; made once."""
+    """Return how many blocks are stored above some rows of a weight, whole blocks, and the layout of these; made once."""
     layout = weight.layout
     first, last = (row // layout.block_shape[0] for row in (start, stop))
     stored = slice(int(layout.row_start[first]), int(layout.row_start[last]))
@@ -197,5 +197,5 @@ def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
 
 
 def padded_to(size: int, block: int | None) -> int:
-    """The least multiple of the block that is not below the size."""
+    """Return the least multiple of the block that is not below the size."""
     return size if block is None else -(-size // block) * block

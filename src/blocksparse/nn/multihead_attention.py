@@ -122,7 +122,7 @@ class MultiheadAttention(MultiWeightModule):
         return Linear(self.embed_dim, self.embed_dim, bias=bias, block_size=self._block_size, **sparse, **self._options)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters again: dense weights as torch.nn.MultiheadAttention does, biases are 0."""
+        """Draw all parameters again: dense weights as torch.nn.MultiheadAttention does, biases are 0."""
         self.out_proj.reset_parameters()
         self._draw_weights()
         with torch.no_grad():
@@ -188,7 +188,7 @@ class MultiheadAttention(MultiWeightModule):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether there is a batch; a BlockSparseError unless the shapes fit each other."""
+        """Return whether there is a batch; a BlockSparseError unless the shapes fit each other."""
         given = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
         for name, (x, size) in given.items():
             if not isinstance(x, Tensor) or x.is_nested:
@@ -243,7 +243,7 @@ class MultiheadAttention(MultiWeightModule):
 
 
 def _added(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers that are added to scores: of a bool one -inf where it is True."""
+    """Return a mask as numbers that are added to scores: of a bool one -inf where it is True."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
     if not mask.is_floating_point():

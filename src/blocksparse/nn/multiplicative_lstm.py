@@ -74,7 +74,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
         return cell
 
     def reset_parameters(self) -> None:
-        """Draws all weights again; the gains are the weights' norms, so that nothing is scaled at first."""
+        """Draw all weights again; the gains are the weights' norms, so that nothing is scaled at first."""
         super().reset_parameters()
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -93,7 +93,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
 
     @torch.no_grad()
     def fold(self) -> Self:
-        """Returns the module itself, with the effective weights as its weights and without gains."""
+        """Return the module itself, with the effective weights as its weights and without gains."""
         for name in [name for name, _ in self.named_parameters(recurse=False) if name.startswith("gain_")]:
             weight = name.replace("gain", "weight")
             super()._weight(weight)[0].copy_(self._weight(weight)[0])

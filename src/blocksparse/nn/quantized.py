@@ -13,7 +13,7 @@ from ..layout import BlockLayout
 from ..ops.checks import in_autocast
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
 from ..state_indices import layout_from_state
-from .layout_module import INDICES_WANTED, LayoutModule
+from .layout_module import INDICES_REQUIRED, LayoutModule
 from .linear import Linear, LinearModule
 from .module import BlockSparseModule, check_parameters
 
@@ -24,7 +24,7 @@ SHAPES = {"values": 3, "scales": 2}
 class QuantizedModule(LayoutModule):
     """A module with int8 `values` and a float32 scale for each output of a block, as buffers."""
 
-    _described = (*LayoutModule._described, "scales")
+    _state_names = (*LayoutModule._state_names, "scales")
     scales: Tensor
 
     def __init__(self, layout: BlockLayout, values: Tensor, scales: Tensor):
@@ -32,7 +32,7 @@ class QuantizedModule(LayoutModule):
         self.hold(values, scales)
 
     def hold(self, values: Tensor, scales: Tensor, *bias: Tensor | None) -> None:
-        """Takes values of the module's layout and their scales, and a bias or None where it has one."""
+        """Take values of the module's layout and their scales, and a bias or None where it has one."""
         for name, tensor in zip(("values", "scales", "bias"), (values, scales, *bias), strict=False):
             self.__dict__.pop(name, None)  # a None of the layer that this one was made of
             self.register_buffer(name, None if tensor is None else tensor.detach())
@@ -46,23 +46,23 @@ class QuantizedModule(LayoutModule):
         return self
 
     def cast_bias(self, bias: Tensor | None, x: Any) -> Tensor | None:
-        """The bias as the product with x takes it: under autocast, as everywhere in it, x may be of 16 bits."""
+        """Return the bias as the product with x takes it: under autocast, as everywhere in it, x may be of 16 bits."""
         if bias is not None and isinstance(x, Tensor) and in_autocast(x):
             return bias.to(x.dtype)
         return bias
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The values as they count."""
+        """Return the values as they count."""
         scales = self.scales.reshape(*self.scales.shape, *[1] * (self.values.dim() - 2))
         return (self.values * scales).to(dtype)
 
-    def _adopt(self, given: dict[str, Any]) -> None:
+    def _load_layout(self, given: dict[str, Any]) -> None:
         layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
         if crow is not None and col is not None:
             self._check_blocks(given.get("values"))
             layout = layout_from_state(crow, col, layout)
         elif given:
-            raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
+            raise BlockSparseError.expected("layout", INDICES_REQUIRED, f"only {' and '.join(given)}", Page.LAYOUTS)
         tensors = [name for name in SHAPES if name in given]
         for name, axes in SHAPES.items():
             mine, tensor = getattr(self, name), given.get(name)
@@ -81,7 +81,7 @@ class QuantizedModule(LayoutModule):
 
 
 def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, Tensor]:
-    """The values of such a layer in 8 bits, and their scales.
+    """Return the values of such a layer in 8 bits, and their scales.
 
     Raises:
         BlockSparseError: another layer, one of float64, values that are no parameter, or not finite.
@@ -95,16 +95,16 @@ def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, T
 
 
 def refuse_gate(gate: Any) -> None:
-    """Raises a BlockSparseError for the gate that other layers take."""
+    """Raise a BlockSparseError for the gate that other layers take."""
     if gate is not None:
         raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
 
 
 def exchanged(module: nn.Module, kind: type[nn.Module]) -> Any:
-    """A module of another class with the settings of this one, without parameters, buffers and children yet."""
+    """Return a module of another class with the settings of this one, without parameters, buffers and children yet."""
     new: Any = copy.copy(module)
     new.__class__ = kind
-    for graphs in ("_evolves", "_resized"):  # that were compiled for the other one
+    for graphs in ("_layout_is_dynamic", "_size_is_dynamic"):  # that were compiled for the other one
         new.__dict__.pop(graphs, None)
     new._parameters, new._buffers, new._modules = {}, {}, {}
     return new
@@ -154,7 +154,7 @@ class QuantizedLinear(QuantizedModule, LinearModule):
 
     @classmethod
     def of(cls, layer: Linear) -> Self:
-        """The layer in 8 bits.
+        """Return the layer in 8 bits.
 
         Raises:
             BlockSparseError: no `Linear`, or one of float64, or with numbers that are not finite.
@@ -165,7 +165,7 @@ class QuantizedLinear(QuantizedModule, LinearModule):
         return cls(*sizes, layer.layout, values, scales, bias, layer.activation)
 
     def dequantized(self) -> Linear:
-        """The `Linear` of the rounded weight, of the bias's dtype."""
+        """Return the `Linear` of the rounded weight, of the bias's dtype."""
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
         layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
         layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))

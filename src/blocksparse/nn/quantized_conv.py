@@ -21,7 +21,7 @@ class QuantizedConv(QuantizedModule, ConvCall):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        """The layer in 8 bits.
+        """Return the layer in 8 bits.
 
         Raises:
             BlockSparseError: no such convolution, or one of float64, or with numbers that are not finite.
@@ -32,7 +32,7 @@ class QuantizedConv(QuantizedModule, ConvCall):
         return new
 
     def dequantized(self) -> Any:
-        """The convolution of the rounded weight, of the bias's dtype."""
+        """Return the convolution of the rounded weight, of the bias's dtype."""
         layer: Any = exchanged(self, self.kind)
         layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
         layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
@@ -46,7 +46,7 @@ class QuantizedConv(QuantizedModule, ConvCall):
     def function(
         self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, *, gate: None, **steps: Any
     ) -> Tensor:
-        """The product."""
+        """Return the product."""
         return int8_conv(x, values, self.scales, layout, self.cast_bias(bias, x), **steps)
 
 

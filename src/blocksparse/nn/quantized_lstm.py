@@ -22,7 +22,7 @@ class QuantizedWeight(QuantizedModule):
     """A `Weight` in 8 bits: one of several that a module has."""
 
     def extra_repr(self) -> str:
-        return f"{self._layout.shape}, {self._stored}"
+        return f"{self._layout.shape}, {self._layout_repr}"
 
 
 class QuantizedLSTM(Recurrent):
@@ -60,7 +60,7 @@ class QuantizedLSTM(Recurrent):
 
     @classmethod
     def of(cls, lstm: LSTM) -> Self:
-        """The LSTM in 8 bits.
+        """Return the LSTM in 8 bits.
 
         Raises:
             BlockSparseError: no `LSTM` with a block-sparse weight, or with one of float64, or with numbers that are not
@@ -77,7 +77,7 @@ class QuantizedLSTM(Recurrent):
         return new
 
     def dequantized(self) -> LSTM:
-        """The `LSTM` of the rounded weights, of the biases' dtype."""
+        """Return the `LSTM` of the rounded weights, of the biases' dtype."""
         new: LSTM = exchanged(self, LSTM)
         for name, buffer in self.named_buffers(recurse=False):
             setattr(new, name, nn.Parameter(buffer.clone()))

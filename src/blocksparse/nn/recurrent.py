@@ -88,7 +88,7 @@ class Recurrent(MultiWeightModule):
     # -- what subclasses say -------------------------------------------------------------------------------------
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
-        """The parameters of a cell by their names: how many parts, outputs of a part, inputs (None for a vector)."""
+        """Return the parameters of a cell by their names: how many parts, outputs of a part, inputs (None for a vector)."""
         cell: dict[str, tuple[int, Size, Size | None]] = {
             "weight_ih": (self.gates, self._hidden, inputs),
             "weight_hh": (self.gates, self._hidden, self._output),
@@ -139,7 +139,7 @@ class Recurrent(MultiWeightModule):
         return new
 
     def reset_parameters(self) -> None:
-        """Draws all parameters again: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
+        """Draw all parameters again: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
         bound = 1 / math.sqrt(self.hidden_size)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -169,7 +169,7 @@ class Recurrent(MultiWeightModule):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
-        """The outputs and the final h and c, as of torch.nn.LSTM.
+        """Return the outputs and the final h and c, as of torch.nn.LSTM.
 
         With a `table` `[n, input_size]` the inputs are rows of it, and `input` holds their numbers: int64
         `[steps, batch]`, or batch first, or packed. The product of the inputs is then made for the table, once.
@@ -206,7 +206,7 @@ class Recurrent(MultiWeightModule):
         return F.dropout(y, self.dropout, self.training)
 
     def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
-        """The input as rows in time order, their steps, and what gives the results the input's form."""
+        """Return the input as rows in time order, their steps, and what gives the results the input's form."""
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(data, Tensor):
             raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(data).__name__)
@@ -244,7 +244,7 @@ class Recurrent(MultiWeightModule):
         return data.reshape(steps * batch, size), Times(steps, batch), restore
 
     def _initial(self, hx: State | None, batch: int, like: Tensor, input: Any) -> tuple[Tensor, Tensor]:
-        """The initial states of all cells, padded; c in float32 or float64."""
+        """Return the initial states of all cells, padded; c in float32 or float64."""
         cells = self.num_layers * self.directions
         narrow = _dtype_of_products(like)
         wide = torch.float64 if narrow == torch.float64 else torch.float32
@@ -272,13 +272,13 @@ class Recurrent(MultiWeightModule):
 
 
 def check_states(hx: Any) -> None:
-    """Raises a BlockSparseError unless these are the initial h and c, or None."""
+    """Raise a BlockSparseError unless these are the initial h and c, or None."""
     if hx is not None and not (isinstance(hx, tuple | list) and [isinstance(s, Tensor) for s in hx] == [True, True]):
         raise BlockSparseError.expected("hx", "None or two tensors (h, c)", type(hx).__name__)
 
 
 def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) -> BlockLayout | None:
-    """The layout if it is one of `[out, in_]` or of some such, one above the other."""
+    """Return the layout if it is one of `[out, in_]` or of some such, one above the other."""
     if layout is None:
         return None
     padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
@@ -286,7 +286,7 @@ def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) ->
 
 
 def check_dtypes(x: Tensor, *tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError unless the tensors have the dtype of x, but under autocast, which casts them all."""
+    """Raise a BlockSparseError unless the tensors have the dtype of x, but under autocast, which casts them all."""
     for tensor in () if torch._C._is_any_autocast_enabled() else tensors:
         if tensor is not None and tensor.dtype != x.dtype:
             raise BlockSparseError.expected("input", f"the dtype of the weights, {tensor.dtype}", x.dtype)
@@ -300,7 +300,7 @@ def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself where it has the dtype, which PyTorch takes two microseconds to find."""
+    """Return the tensor itself where it has the dtype, which PyTorch takes two microseconds to find."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

@@ -131,7 +131,7 @@ class SmallWorldLSTM(Recurrent):
         return scan(recurrent.SmallWorldLSTM(steps, *layouts), factors, terms, index, h, c, *parameters)
 
     def _spread(self, of_reached: Tensor, of_others: float) -> Tensor:
-        """The numbers of all units `[rows, hidden]`, from those of every stride-th."""
+        """Return the numbers of all units `[rows, hidden]`, from those of every stride-th."""
         if self.stride == 1:
             return of_reached
         return F.pad(of_reached.unsqueeze(-1), (0, self.stride - 1), value=of_others).flatten(1)

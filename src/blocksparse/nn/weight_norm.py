@@ -24,7 +24,7 @@ _EPSILON = 1e-12
 
 
 def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = _EPSILON) -> Tensor:
-    """Divides the values by the l2 norm of their output's weights, over its stored inputs and all taps.
+    """Divide the values by the l2 norm of their output's weights, over its stored inputs and all taps.
 
     Args:
         values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind or not.
@@ -55,7 +55,7 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
 
 
 def norms(values: Tensor, layout: BlockLayout) -> Tensor:
-    """The l2 norm of each output's stored weights, `[out_features]`, of 16-bit values in float32.
+    """Return the l2 norm of each output's stored weights, `[out_features]`, of 16-bit values in float32.
 
     Differentiable also where it is 0.
     """
@@ -70,7 +70,7 @@ def norms(values: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def l2_normalize_dense(weight: Tensor, gain: Tensor, axis: int = 0) -> Tensor:
-    """The same of a dense weight that has the outputs on this axis: torch._weight_norm gives NaN for one of zeros."""
+    """Return the same of a dense weight that has the outputs on this axis: torch._weight_norm gives NaN for one of zeros."""
     outputs = weight.shape[axis]
     if tuple(gain.shape) != (outputs,):
         raise BlockSparseError.expected("gain", f"[{outputs}] for a weight {list(weight.shape)}", list(gain.shape))
@@ -84,7 +84,7 @@ class Normed:
     """A module whose weights are trained as direction and length."""
 
     def fold(self) -> nn.Module:
-        """Returns a module, perhaps itself, with the effective weights as its weights."""
+        """Return a module, perhaps itself, with the effective weights as its weights."""
         raise NotImplementedError
 
 
@@ -148,7 +148,7 @@ class WeightNorm(Normed, nn.Module):
         return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
 
     def fold(self) -> nn.Module:
-        """Returns the module itself, with the effective weights as its weights."""
+        """Return the module itself, with the effective weights as its weights."""
         with torch.no_grad():
             getattr(self.module, self.name).copy_(self.values)
         return self.module
@@ -175,7 +175,7 @@ class WeightNorm(Normed, nn.Module):
 
 
 def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
-    """Sets gain and bias of every `WeightNorm` in a model by passing one batch through it.
+    """Set gain and bias of every `WeightNorm` in a model by passing one batch through it.
 
     One after the other in the order of their calls they get such as give each of their outputs mean 0 and deviation
     `scale` over the batch. One that is not called is left as it is.
@@ -210,7 +210,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Copies a model with its effective weights as plain weights, for when training is over.
+    """Copy a model with its effective weights as plain weights, for when training is over.
 
     Of `WeightNorm` and `MultiplicativeLSTM`, which otherwise compute them in each call: of few tokens most of its time.
 

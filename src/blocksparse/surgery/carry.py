@@ -100,7 +100,7 @@ def _own_names(kind: Any) -> frozenset[str]:
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         if base.__module__.partition(".")[0] == "blocksparse":  # which sets some from outside
-            names |= vars(base).keys() | set(vars(base).get("_described", ())) | {"bias"}
+            names |= vars(base).keys() | set(vars(base).get("_state_names", ())) | {"bias"}
         for function in functions_of(base):
             names |= {each.argval for each in get_instructions(function) if each.opname == "STORE_ATTR"}
     return frozenset(names)

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..checked import averaged_axis, check_kept
+from ..checked import averaged_axis, check_optimizer_state
 from ..errors import BlockSparseError
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .sharding import local_of
@@ -144,7 +144,7 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
                 f"keep them in {kind}.state[parameter], or use another optimizer"
             )
         remedy = f"the state of {kind} cannot follow blocks that move: train with AdamW, or another optimizer that can"
-        check_kept(each.state.get(parameter, {}), parameter, name, remedy=remedy)
+        check_optimizer_state(each.state.get(parameter, {}), parameter, name, remedy=remedy)
 
 
 def check_optimizer_is_inplace(optimizer: object, inplace: bool) -> None:

@@ -78,7 +78,7 @@ def located(
         data_dir = fetch(str(url), known_hash, name, progress)
         if not data_dir.is_dir():
             return data_dir
-    return files.first(name, data_dir, *places)
+    return files.first_existing(name, data_dir, *places)
 
 
 def _download(url: str, known_hash: str, path: Path, progress: Progress | None) -> None:

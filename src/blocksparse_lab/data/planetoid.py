@@ -52,7 +52,7 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
         raise BlockSparseError.expected("graph", f"one of {', '.join(NAMES)}", repr(name))
     if data_dir is None:
         raise BlockSparseError.expected(name, "its files in a folder given by --data-dir", "none")
-    folder = files.first(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
+    folder = files.first_existing(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
     paths = {part: folder / f"ind.{name}.{part}" for part in ("allx", "ally", "tx", "ty", "graph")}
     found = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
     tested = _numbers(folder / f"ind.{name}.test.index", name)

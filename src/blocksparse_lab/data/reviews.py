@@ -131,7 +131,7 @@ def sst(data_dir: str | Path | None = None, progress: Progress | None = None) ->
         if data_dir is None:
             path = fetch(SST_URL + name, known_hash, f"sst/{name}", progress)
         else:
-            path = files.first("sst", data_dir, f"sst/{name}", name)
+            path = files.first_existing("sst", data_dir, f"sst/{name}", name)
         parts.append(read_csv(path)[0])
     return Splits("sst", ("negative", "positive"), *parts)
 

@@ -124,7 +124,7 @@ class Bands:
         self._layers = layers
 
     def next(self) -> None:
-        """Completes the band that the layers saw last: the next call is for the rows below."""
+        """Complete the band that the layers saw last: the next call is for the rows below."""
         for layer in self._layers:
             # A copy: the band itself need not stay.
             layer.above = None if layer.seen is None else layer.seen.clone()
@@ -132,7 +132,7 @@ class Bands:
 
 @contextmanager
 def bands(model: nn.Module) -> Iterator[Bands]:
-    """Passes an image through a model of causal convolutions in bands of rows, as if it were passed as a whole.
+    """Pass an image through a model of causal convolutions in bands of rows, as if it were passed as a whole.
 
     The model is called on a band, as often as one likes with other pixels; after `next` on the one below it. Each
     layer keeps the last rows of the band before, so that a call costs what its own rows cost. The height of a band is

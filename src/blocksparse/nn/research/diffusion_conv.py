@@ -124,7 +124,7 @@ class DiffusionConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights again."""
+        """Draw the weights again."""
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ..dropout import seed
 
 
 def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
-    """Concatenates elu(x) and elu(-x): `[n, channels, *] -> [n, 2 channels, *]`.
+    """Concatenate elu(x) and elu(-x): `[n, channels, *] -> [n, 2 channels, *]`.
 
     On the CPU it takes one pass over memory, and one for the gradient, which keeps nothing but x.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checked import check_kept, number
+from ...checked import check_optimizer_state, number
 from ...ops import momentum
 from ...surgery.sharding import local_of
 
@@ -89,7 +89,7 @@ class SGD(torch.optim.Optimizer):
         if buffer is None:  # torch.optim.SGD without momentum saves None
             buffer = state["momentum_buffer"] = torch.zeros_like(w)
         else:
-            check_kept({"momentum_buffer": buffer}, w, "its parameter", scalars=False)
+            check_optimizer_state({"momentum_buffer": buffer}, w, "its parameter", scalars=False)
         return buffer
 
 
