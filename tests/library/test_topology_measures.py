@@ -99,7 +99,7 @@ def test_steps_follow_the_arrows():
     with pytest.raises(BlockSparseError, match=r"period 7"):
         topology.steps_to_mix(cycle, identity=False)
     one_way = BlockLayout(np.tril(np.ones((3, 3), dtype=bool)), block_size=4)
-    with pytest.raises(BlockSparseError, match="3 parts that do not all lead to each other"):
+    with pytest.raises(BlockSparseError, match="3 strongly connected components"):
         topology.steps_to_mix(one_way)
     assert topology.steps_from(one_way, 1).tolist() == [-1, 0, 1]
     with pytest.raises(BlockSparseError, match="expected an int from 0 to 2"):

@@ -1,4 +1,4 @@
-"""Layouts as graphs: their measures, and how far two nets are from each other."""
+"""Measures of layouts as graphs, and distances between networks."""
 
 from .clustering import clustering
 from .degrees import DegreeDistribution, degree_distribution, degrees, hub_load

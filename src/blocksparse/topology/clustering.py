@@ -1,4 +1,4 @@
-"""How often two neighbours of a node are neighbours of each other."""
+"""The clustering coefficient of a layout's graph."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .graph import Graph, graph_of
 
 
 def clustering(layout: BlockLayout, level: str = "block") -> float:
-    """The mean clustering coefficient: for each node the part of the pairs of its neighbours that are tied.
+    """Return the mean clustering coefficient: the fraction of pairs of a node's neighbors that are connected.
 
-    A node with fewer than two neighbours counts as 0. The diagonal of a square layout is ignored on block level; on
-    neuron level it ties the neurons of a block to each other. A layout that is not square is a bipartite graph, which
-    has no triangles: 0.
+    A node with fewer than two neighbors counts as 0. On block level the diagonal of a square layout is ignored; on
+    neuron level a stored diagonal block connects its neurons to each other. A layout that is not square is a bipartite
+    graph, which has no triangles, so the result is 0.
 
     Args:
-        layout: of any shape; it need not be connected.
-        level: "block" or "neuron". Exact on either, from products of the sparse matrix of blocks.
+        layout: a layout of any shape, connected or not.
+        level: "block" (default) or "neuron". Both are exact, by products of the sparse matrix of blocks.
 
     Raises:
         BlockSparseError: an unknown level; scipy is missing (`pip install blocksparse-torch[lab]`).
@@ -32,11 +32,11 @@ def clustering(layout: BlockLayout, level: str = "block") -> float:
 
 
 def clustering_in(graph: Graph) -> float:
-    """The mean clustering coefficient of a graph's neurons."""
+    """Return the mean clustering coefficient of a graph."""
     ties, weights = graph.adjacency, graph.weights
-    inner = graph.loops * (weights - 1.0)  # neighbours that a neuron has in its own node
+    inner = graph.loops * (weights - 1.0)  # neighbors of a neuron in its own node
     outer = ties @ weights
-    # Tied pairs of neighbours: both in its own node, one there and one elsewhere, both in another node, in two others.
+    # Connected pairs of neighbors: both in its own node, one in it, both in one other node, in two other nodes.
     weighted = ties.multiply(weights).tocsr()
     across = np.asarray((weighted @ weighted).multiply(ties).sum(1)).ravel() / 2
     tied = inner * (inner - 1) / 2 + inner * outer + ties @ (graph.loops * weights * (weights - 1.0) / 2) + across

@@ -1,4 +1,4 @@
-"""How many blocks, or neurons, each row and each column of a layout meets."""
+"""Degrees of the rows and columns of a layout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .graph import check_level
 
 @dataclass(frozen=True)
 class DegreeDistribution:
-    """How many outputs, and how many inputs, have each degree; see `degree_distribution`."""
+    """The number of outputs and of inputs with each degree; see `degree_distribution`."""
 
     out: dict[int, int]
-    """Of the rows: {degree: number of rows with it}, the degrees rising."""
+    """{degree: number of rows with it}, by rising degree."""
     in_: dict[int, int]
-    """Of the columns, likewise."""
+    """{degree: number of columns with it}, by rising degree."""
 
 
 def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out_degrees, in_degrees): the blocks of `layout` per row and per column, int64, the diagonal included.
+    """Return (out_degrees, in_degrees): the stored blocks of `layout` per row and per column, int64.
 
     >>> import blocksparse as bs
     >>> bs.topology.degrees(bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4))
@@ -33,11 +33,11 @@ def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def degree_distribution(layout: BlockLayout, level: str = "block") -> DegreeDistribution:
-    """How many rows and columns have how many stored blocks; on neuron level how many neurons, how many weights.
+    """Count the rows and columns with each number of stored blocks, or neurons with each number of weights.
 
     Args:
-        layout: of any shape; the diagonal counts.
-        level: "block" or "neuron".
+        layout: a layout of any shape; the diagonal counts.
+        level: "block" (default) or "neuron".
 
     Raises:
         BlockSparseError: an unknown level.
@@ -52,11 +52,11 @@ def degree_distribution(layout: BlockLayout, level: str = "block") -> DegreeDist
     check_level(level)
     scales = layout.block_shape if level == "neuron" else (1, 1)
     out, in_ = degrees(layout)
-    return DegreeDistribution(_counted(out, scales[1], scales[0]), _counted(in_, scales[0], scales[1]))
+    return DegreeDistribution(_histogram(out, scales[1], scales[0]), _histogram(in_, scales[0], scales[1]))
 
 
 def hub_load(layout: BlockLayout) -> float:
-    """Returns the blocks of the fullest row or column of `layout` / their mean; 1 where all are equal, 0 without any.
+    """Return the most blocks in a row or column of `layout` / their mean: 1 if all have the same, 0 without blocks.
 
     >>> import blocksparse as bs
     >>> bs.topology.hub_load(bs.BlockLayout([[True, True, True], [True, False, False]], block_size=4))
@@ -67,6 +67,7 @@ def hub_load(layout: BlockLayout) -> float:
     return max(float(counts.max() / counts.double().mean()) for counts in degrees(layout))
 
 
-def _counted(counts: torch.Tensor, scale: int, each: int) -> dict[int, int]:
+def _histogram(counts: torch.Tensor, scale: int, each: int) -> dict[int, int]:
+    """Return {count * scale: rows with it * each}."""
     degree, rows = np.unique(counts.numpy(), return_counts=True)
     return dict(zip((degree * scale).tolist(), (rows * each).tolist(), strict=True))

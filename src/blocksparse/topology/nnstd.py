@@ -1,11 +1,8 @@
-"""How different the connections of two nets are: the neural network sparse topology distance (NNSTD).
+"""The neural network sparse topology distance (NNSTD) of two networks.
 
-Neurons that meet the same inputs do the same work, whatever their number in the layer: so each layer's neurons are
-matched first, and the next layer's inputs are renumbered by the match.
-
-Neurons of one block have the same inputs and are inputs of the same neurons. So neither they nor whole nets of them are
-ever listed: a layer is compared in units, the largest that divide the blocks of both nets on both sides of it (and the
-padding), and the distance is that of the neurons.
+Neurons with the same inputs do the same work, whatever their index in the layer. So each layer's neurons are matched
+first, and the next layer's inputs are renumbered by the match. Neurons of one block have the same inputs and outputs.
+So layers are compared in units: the largest groups of neurons that divide the blocks and padding of both networks.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ from ..layout import BlockLayout, import_scipy_sparse
 from ..nn.module import BlockSparseModule
 from .graph import check_level, matrix_of, refined
 
-# Above this density dense products count the inputs in common faster than sparse ones.
-DENSE = 0.1
+# Above this density dense products count common inputs faster than sparse ones.
+DENSE_FROM = 0.1
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layout and masks of its outputs and inputs that are not padding, bool; None where all are real."""
+    """A layout, and bool masks of its outputs and inputs that are not padding; None if there is no padding."""
 
     layout: BlockLayout
     used: tuple[np.ndarray, np.ndarray] | None = None
@@ -42,43 +39,42 @@ Net = BlockLayout | nn.Module | Layer | Iterable[BlockLayout | nn.Module | Layer
 
 @dataclass(frozen=True)
 class Matching:
-    """The distance of two nets and the neurons that were matched; see `nnstd_matching`."""
+    """The distance of two networks and their matched neurons; see `nnstd_matching`."""
 
     distance: float
-    """The mean over the layers, from 0 (the same connections) to 1 (none in common)."""
+    """Mean over the layers, from 0 (the same connections) to 1 (none in common)."""
     layers: tuple[float, ...]
-    """Of each layer."""
+    """Distance of each layer."""
     matches: tuple[np.ndarray, ...]
-    """Of each layer, int64 `[n_out]`: neuron (or block) `match[i]` of the second net is matched to i of the first."""
+    """Match of each layer, int64 `[n_out]`: neuron (or block) `match[i]` of the second network is matched to i."""
     ambiguous: tuple[int, ...]
-    """Of each layer, how many neurons (or blocks) of the two nets have the same inputs as another one of their layer;
-    those that are in one block in both nets do not count. Which of them are matched is arbitrary, and may make the
-    next layer look farther than it is."""
+    """For each layer, the number of neurons (or blocks) with the same inputs as another one of the layer, in both
+    networks; neurons that share a block in both do not count. Their match is arbitrary, which may increase the distance
+    of the next layer."""
 
 
 def nnstd(a: Net, b: Net, *, level: str = "neuron") -> float:
-    """The sparse topology distance of two nets, from 0 to 1.
+    """Return the sparse topology distance of two networks, from 0 to 1.
 
-    The distance of two neurons is |A xor B| / |A or B| of their sets of inputs A and B, 0 where both are empty. In each
-    layer the neurons of the two nets are matched so that the sum of their distances is least (the Hungarian method);
-    by the match the next layer's inputs of the second net are renumbered. The layer's distance is the mean over its
-    neurons, that of the nets the mean over their layers.
+    The distance of two neurons with sets of inputs A and B is |A xor B| / |A or B|, or 0 if both are empty. In each
+    layer the neurons of the two networks are matched with the least sum of distances (Hungarian method), and the next
+    layer's inputs of the second network are renumbered by the match. A layer's distance is the mean over its neurons,
+    that of the networks the mean over their layers.
 
-    A renumbered copy of a net is at distance 0 where no two neurons of a layer have the same inputs or none: otherwise
-    the match is arbitrary, and `nnstd_matching` says of how many. Time grows with the cube, memory with the square of
-    a layer's neurons, those that are in one block in both nets counted once.
+    A renumbered copy has distance 0 if all neurons of a layer have different, non-empty inputs. Otherwise the match is
+    arbitrary; `nnstd_matching` counts such neurons. Time grows with the cube and memory with the square of a layer's
+    neurons, where neurons that share a block in both networks count once.
 
     Args:
-        a, b: layouts; lists of layouts (the layers of a net, from the input on); modules, or models, whose block-sparse
-            weights are compared in the order of `model.modules()`, without their padding. Of the same sizes, but of any
-            blocks.
-        level: "neuron", or "block" for nets of the same blocks, to match these whole, padding included. Without
-            padding the distance is the same.
+        a, b: a layout; a list of layouts (the layers from the input on); a module; or a model, whose block-sparse
+            weights are compared in the order of `model.modules()`, without padding. Sizes must be equal, blocks may
+            differ.
+        level: "neuron" (default), or "block" to match whole blocks with padding, for networks with the same blocks.
+            Without padding the distance is the same.
 
     Raises:
-        BlockSparseError: nets of different sizes or numbers of layers, layers that do not feed each other, no
-            block-sparse weight, on level "block" different blocks; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+        BlockSparseError: different sizes or numbers of layers; layers that do not feed each other; no block-sparse
+            weight; different blocks on level "block"; scipy is missing (`pip install blocksparse-torch[lab]`).
 
     >>> import numpy as np, blocksparse as bs
     >>> net = [bs.patterns.random((64, 64), block_size=1, density=0.2, seed=seed) for seed in (0, 1)]
@@ -97,13 +93,13 @@ def nnstd(a: Net, b: Net, *, level: str = "neuron") -> float:
 
 
 def nnstd_matching(a: Net, b: Net, *, level: str = "neuron") -> Matching:
-    """The distance of `nnstd`, that of each layer, and which neurons were matched.
+    """Return the distance of `nnstd`, that of each layer, and the matched neurons.
 
     Args:
-        a, b, level: as for `nnstd`. Neurons are counted without the padding, blocks with it.
+        a, b, level: see `nnstd`. Neurons are numbered without padding, blocks with it.
 
     Raises:
-        BlockSparseError: as `nnstd`.
+        BlockSparseError: as for `nnstd`.
 
     >>> import blocksparse as bs
     >>> a = bs.BlockLayout([[1, 1, 0], [0, 1, 1]], block_size=1)
@@ -123,20 +119,20 @@ def nnstd_matching(a: Net, b: Net, *, level: str = "neuron") -> Matching:
     ambiguous: list[int] = []
     match: np.ndarray | None = None
     for i, pair in enumerate(zip(first, second, strict=True)):
-        mine, other = (_inputs(layer, (units[i + 1], units[i]), level) for layer in pair)
+        inputs, other = (_input_matrix(layer, (units[i + 1], units[i]), level) for layer in pair)
         if match is not None:
             other = other[:, match]
-        cost = _distances(mine, other)
+        cost = _distances(inputs, other)
         row, match = linear_sum_assignment(cost)
         distances.append(float(cost[row, match].mean()))
         each = units[i + 1] if level == "neuron" else 1
         matches.append((match[:, None] * each + np.arange(each)).ravel())
-        ambiguous.append((_repeated(mine) + _repeated(other)) * each)
+        ambiguous.append((_count_repeated_rows(inputs) + _count_repeated_rows(other)) * each)
     return Matching(float(np.mean(distances)), tuple(distances), tuple(matches), tuple(ambiguous))
 
 
 def layers_of(net: Net) -> tuple[Layer, ...]:
-    """The layers of a net as `nnstd` takes it, which stay as they are when a model is changed."""
+    """Return the layers of a network that `nnstd` accepts; later changes of a model do not affect them."""
     if isinstance(net, Layer):
         return (net,)
     if isinstance(net, BlockLayout):
@@ -148,7 +144,7 @@ def layers_of(net: Net) -> tuple[Layer, ...]:
         return found
     if not isinstance(net, Iterable) or isinstance(net, str):
         raise BlockSparseError.expected("net", "a layout, a model, or a list of its layers", type(net).__name__)
-    layers = tuple(layer for part in net for layer in layers_of(part))
+    layers = tuple(layer for each in net for layer in layers_of(each))
     if not layers:
         raise BlockSparseError.expected("net", "one layer or more", "none")
     return layers
@@ -162,9 +158,9 @@ def _layer(module: BlockSparseModule) -> Layer:
 
 
 def _units(first: Sequence[Layer], second: Sequence[Layer], level: str) -> list[int]:
-    """Of the nets' inputs, and of each layer's outputs, into units of how many neurons they can be divided."""
+    """Return the size of the units of the networks' inputs and of each layer's outputs, after checks of all sizes."""
     if len(first) != len(second):
-        raise BlockSparseError.expected("nets", "as many layers", f"{len(first)} and {len(second)}")
+        raise BlockSparseError.expected("nets", "the same number of layers", f"{len(first)} and {len(second)}")
     units = [0] * (len(first) + 1)
     for i, (mine, other) in enumerate(zip(first, second, strict=True)):
         if level == "block" and mine.layout.block_shape != other.layout.block_shape:
@@ -191,15 +187,15 @@ def _sizes(layer: Layer, level: str) -> tuple[int, ...]:
 
 
 def _unit(layer: Layer, axis: int, level: str) -> int:
-    """The largest number that divides the block and every place where padding begins or ends."""
+    """Return the largest number that divides the block and every position where padding begins or ends."""
     block = layer.layout.block_shape[axis]
     if level == "block" or layer.used is None:
         return block
     return int(np.gcd.reduce(np.flatnonzero(np.diff(layer.used[axis])) + 1, initial=block))
 
 
-def _inputs(layer: Layer, units: tuple[int, int], level: str) -> Any:
-    """Which units are inputs of which: a scipy CSR matrix of ones, float32, without the padding."""
+def _input_matrix(layer: Layer, units: tuple[int, int], level: str) -> Any:
+    """Return a CSR matrix with a 1 for each unit that is an input of a unit, float32, without padding."""
     matrix = matrix_of(refined(layer.layout, units) if level == "neuron" else layer.layout)
     if level == "neuron" and layer.used is not None:
         out, in_ = (np.flatnonzero(used[::unit]) for used, unit in zip(layer.used, units, strict=True))
@@ -208,15 +204,15 @@ def _inputs(layer: Layer, units: tuple[int, int], level: str) -> Any:
 
 
 def _distances(a: Any, b: Any) -> np.ndarray:
-    """|A xor B| / |A or B| for the inputs A of each row of `a` and B of each row of `b`, float64."""
-    dense = min(a.nnz, b.nnz) > DENSE * math.prod(a.shape)
+    """Return |A xor B| / |A or B| for the inputs A of each row of `a` and B of each row of `b`, float64."""
+    dense = min(a.nnz, b.nnz) > DENSE_FROM * math.prod(a.shape)
     common = a.toarray() @ b.toarray().T if dense else (a @ b.T).toarray()
     either = np.diff(a.indptr)[:, None] + np.diff(b.indptr) - common.astype(np.float64)
     return np.divide(either - common, either, out=np.zeros_like(either), where=either > 0)
 
 
-def _repeated(matrix: Any) -> int:
-    """How many rows are the same as others."""
+def _count_repeated_rows(matrix: Any) -> int:
+    """Count the rows that equal another row."""
     matrix.sort_indices()
     indices, starts = matrix.indices, matrix.indptr
     rows = Counter(indices[start:end].tobytes() for start, end in pairwise(starts))

@@ -1,9 +1,9 @@
-"""How far apart the nodes of a layout's graph are.
+"""Shortest paths of a layout's graph.
 
-A layout on a square grid has one node per block of features, and an edge between i and j where block (i, j) or (j, i)
-is stored; the diagonal is ignored. Any other layout is a bipartite graph of its output blocks and its input blocks. On
-neuron level every feature is a node, a block ties all of its outputs to all of its inputs, and a stored diagonal block
-ties the neurons of that block to each other.
+A layout with a square grid has a node per block of features, and an edge between i and j if block (i, j) or (j, i) is
+stored; the diagonal is ignored. Any other layout is a bipartite graph of its output blocks and input blocks. On neuron
+level every feature is a node, a block connects all of its outputs to all of its inputs, and a stored diagonal block
+connects the neurons of that block to each other.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .graph import Graph, graph_of
 
-# With no number of sources given: a search from every node up to EXACT nodes, from SAMPLED of them beyond.
+# If `sources` is None: search from every node up to EXACT nodes, from a sample of SAMPLED above.
 EXACT = 20_000
 SAMPLED = 1_000
 
 
 @dataclass(frozen=True)
 class PathLengths:
-    """Shortest paths over the ordered pairs of distinct nodes, in edges; see `path_lengths`."""
+    """Statistics of the shortest paths, in edges, over ordered pairs of different nodes; see `path_lengths`."""
 
     mean: float | None
-    """Over the pairs that are connected; None where there are none."""
+    """Mean over connected pairs; None if there are none."""
     standard_error: float
-    """Of the mean, from the sources that were drawn; 0 where all were searched."""
+    """Standard error of the mean, due to the sample of sources; 0 if all nodes were searched."""
     diameter: int | None
-    """The longest of the shortest paths that were found; where sources were drawn it may be longer."""
+    """Longest shortest path found; a lower bound if sources were sampled."""
     pairs: tuple[int, ...]
-    """How many pairs there are at distance 1, 2, ..., among those that were searched."""
+    """Number of searched pairs at distance 1, 2, ..."""
     components: int
-    """Connected components of the whole graph; a node without edges is one."""
+    """Connected components of the whole graph; a node without edges counts as one."""
     nodes: int
     exact: bool
     """Whether all nodes were searched."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
 def path_lengths(layout: BlockLayout, level: str = "block", sources: int | None = None, seed: int = 0) -> PathLengths:
-    """Mean, standard error, longest and distribution of the shortest paths, by breadth-first searches.
+    """Return statistics of the shortest paths, by breadth-first searches.
 
     Args:
-        layout: of any shape, connected or not.
-        level: "block", or "neuron", which is as fast, as neurons of one block of features are searched together.
-        sources: search from this many nodes (blocks of features), drawn with `seed`; None for all, or for a sample of
-            1,000 where there are more than 20,000.
-        seed: of the sample.
+        layout: a layout of any shape, connected or not.
+        level: "block" (default) or "neuron". Both are equally fast, since neurons of a block are searched together.
+        sources: number of nodes (blocks of features) to search from, drawn with `seed`; None (default) for all, or
+            1,000 if there are more than 20,000.
+        seed: seed of the sample, 0 by default.
 
     Raises:
-        BlockSparseError: fewer than two sources, an unknown level, a graph of a single node; scipy is missing
+        BlockSparseError: fewer than two sources; an unknown level; a graph of a single node; scipy is missing
             (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
@@ -78,18 +78,18 @@ def path_lengths(layout: BlockLayout, level: str = "block", sources: int | None 
 def average_path_length(
     layout: BlockLayout, sources: int | None = None, *, level: str = "block", seed: int = 0
 ) -> float:
-    """The mean length of the shortest paths over all ordered pairs of distinct nodes, in edges.
+    """Return the mean length of the shortest paths over all ordered pairs of different nodes, in edges.
 
-    On a square grid the nodes are the blocks of features; otherwise they are the input and the output blocks of a
-    bipartite graph, and pairs on the same side count too. Exact up to 20,000 nodes, one breadth-first search for
-    each; `path_lengths` says how exact the mean from a sample is.
+    On a square grid the nodes are the blocks of features. Otherwise they are the input and output blocks of a bipartite
+    graph, and pairs on the same side count too. The result is exact up to 20,000 nodes; `path_lengths` also returns the
+    standard error of a sample.
 
     Args:
-        layout, level, sources, seed: as for `path_lengths`.
+        layout, level, sources, seed: see `path_lengths`.
 
     Raises:
-        BlockSparseError: the graph is not connected (with the number of components and the mean within them), or it
-            has a single node; fewer than two sources, an unknown level; scipy is missing
+        BlockSparseError: the graph is not connected (the error has the number of components and the mean within them),
+            or has a single node; fewer than two sources; an unknown level; scipy is missing
             (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
@@ -100,27 +100,27 @@ def average_path_length(
 
     Source: Watts, Strogatz, Collective dynamics of small-world networks (1998).
     """
-    return _connected(layout, level, sources, seed)[0]
+    return _paths_if_connected(layout, level, sources, seed)[0]
 
 
 def diameter(layout: BlockLayout, sources: int | None = None, *, level: str = "block", seed: int = 0) -> int:
-    """Returns the longest shortest path between two nodes, in edges; a lower bound where sources are drawn.
+    """Return the longest shortest path between two nodes, in edges; a lower bound if sources are sampled.
 
     Args:
-        layout, level, sources, seed: as for `path_lengths`.
+        layout, level, sources, seed: see `path_lengths`.
 
     Raises:
-        BlockSparseError: as `average_path_length`.
+        BlockSparseError: as for `average_path_length`.
 
     >>> import blocksparse as bs
     >>> bs.topology.diameter(bs.patterns.watts_strogatz(64, block_size=1, neighbors=2, rewire=0))
     32
     """
-    return _connected(layout, level, sources, seed)[1]
+    return _paths_if_connected(layout, level, sources, seed)[1]
 
 
 def connected_components(layout: BlockLayout, level: str = "block") -> int:
-    """The number of connected components of the layout's graph; a node without edges is one.
+    """Return the number of connected components of the layout's graph; a node without edges counts as one.
 
     Raises:
         BlockSparseError: an unknown level; scipy is missing (`pip install blocksparse-torch[lab]`).
@@ -133,7 +133,7 @@ def connected_components(layout: BlockLayout, level: str = "block") -> int:
 
 
 def chosen_sources(nodes: int, sources: int | None, seed: int) -> np.ndarray:
-    """The nodes to search from: all, or a sample without repetition."""
+    """Return the nodes to search from: all, or a sample without repetition."""
     if sources is None:
         sources = SAMPLED if nodes > EXACT else max(nodes, 2)
     if not is_int(sources) or sources < 2:
@@ -144,7 +144,7 @@ def chosen_sources(nodes: int, sources: int | None, seed: int) -> np.ndarray:
 
 
 def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
-    """The shortest paths of a graph from these of its nodes."""
+    """Return statistics of the shortest paths of a graph from these nodes."""
     weights, within = graph.weights, graph.within
     totals, pairs = np.zeros((2, sources.size))
     at_length = np.zeros(1, dtype=np.int64)
@@ -153,17 +153,17 @@ def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
         counts = np.bincount(lengths, weights=weights[reached]).astype(np.int64)
         counts[0] = 0
         if within[source]:
-            counts = _sum(counts, np.bincount([within[source]], weights=[weights[source] - 1]).astype(np.int64))
+            counts = _add_padded(counts, np.bincount([within[source]], weights=[weights[source] - 1]).astype(np.int64))
         totals[nth], pairs[nth] = np.arange(counts.size) @ counts, counts.sum()
-        at_length = _sum(at_length, counts * weights[source])
+        at_length = _add_padded(at_length, counts * weights[source])
     found = float(weights[sources] @ pairs)
     mean = float(weights[sources] @ totals) / found if found else None
     error = 0.0
     if mean is not None and sources.size < weights.size:
-        # Of a ratio: what each source deviates by, from a sample without repetition.
+        # Standard error of a ratio, for a sample without repetition.
         deviation = weights[sources] * (totals - mean * pairs)
-        left = 1 - sources.size / weights.size
-        error = float(np.sqrt(left * sources.size) * deviation.std(ddof=1) / found)
+        unsampled = 1 - sources.size / weights.size
+        error = float(np.sqrt(unsampled * sources.size) * deviation.std(ddof=1) / found)
     return PathLengths(
         mean=mean,
         standard_error=error,
@@ -176,48 +176,48 @@ def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
 
 
 def components_in(graph: Graph) -> int:
-    """The connected components, those of neurons without ties counted one by one."""
+    """Count the connected components; each neuron without edges is one."""
     from scipy.sparse import csgraph
 
-    alone = (graph.weights > 1) & (graph.within == 0)
+    isolated = (graph.weights > 1) & (graph.within == 0)
     of_nodes = csgraph.connected_components(graph.adjacency, directed=False, return_labels=False)
-    return int(of_nodes + (graph.weights[alone] - 1).sum())
+    return int(of_nodes + (graph.weights[isolated] - 1).sum())
 
 
 def search(adjacency: Any, source: int) -> tuple[np.ndarray, np.ndarray]:
-    """The nodes that `source` reaches along the rows of a CSR matrix, itself first, and the steps to each."""
+    """Return the nodes that `source` reaches along the rows of a CSR matrix, itself first, and the steps to each."""
     from scipy.sparse import csgraph
 
     order, parents = csgraph.breadth_first_order(adjacency, source)
-    place = np.empty(adjacency.shape[0], dtype=np.int64)
-    place[order] = np.arange(order.size)
+    index = np.empty(adjacency.shape[0], dtype=np.int64)
+    index[order] = np.arange(order.size)
     parents[source] = source
-    # Depths by pointer doubling: `lengths` counts the steps up to `above`, which ends at the root. Breadth-first
-    # order keeps `above` sorted, so the last node is the last to get there.
-    above = place[parents[order]]
+    # Depths by pointer doubling: `lengths` counts the steps to `ancestor`, until that is the root. Breadth-first order
+    # keeps `ancestor` sorted, so the last node gets there last.
+    ancestor = index[parents[order]]
     lengths = np.ones(order.size, dtype=np.int64)
     lengths[0] = 0
-    while above[-1]:
-        lengths += lengths[above]
-        above = above[above]
+    while ancestor[-1]:
+        lengths += lengths[ancestor]
+        ancestor = ancestor[ancestor]
     return order, lengths
 
 
-def _connected(layout: BlockLayout, level: str, sources: int | None, seed: int) -> tuple[float, int]:
-    """Mean and longest of the shortest paths of a graph that is connected."""
+def _paths_if_connected(layout: BlockLayout, level: str, sources: int | None, seed: int) -> tuple[float, int]:
+    """Return mean and longest shortest path; raise a BlockSparseError unless the graph is connected."""
     found = path_lengths(layout, level, sources, seed)
     if found.components > 1 or found.mean is None or found.diameter is None:
-        raise BlockSparseError.expected("layout", "a connected graph", f"{_apart(found)}: {layout!r}")
+        raise BlockSparseError.expected("layout", "a connected graph", f"{_describe_components(found)}: {layout!r}")
     return found.mean, found.diameter
 
 
-def _apart(found: PathLengths) -> str:
+def _describe_components(found: PathLengths) -> str:
     within = "no two nodes connected" if found.mean is None else f"a mean path of {found.mean:.4g} within them"
     return f"{found.components} components, {within}"
 
 
-def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of counts by length, one perhaps shorter than the other."""
+def _add_padded(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Add two vectors, of which the shorter one is padded with zeros."""
     short, long = sorted((a, b), key=len)
     long = long.copy()
     long[: short.size] += short

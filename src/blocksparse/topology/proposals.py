@@ -1,4 +1,4 @@
-"""Proposes layouts for a budget of parameters, with their measures: `design`."""
+"""Proposals of layouts for a budget of parameters, with their measures."""
 
 from __future__ import annotations
 
@@ -16,72 +16,80 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .summary import Summary, summary
 
-# The time of an output without its blocks, in multiply-adds per token: about 4 blocks of 32 x 32 for each row of
-# blocks, as fitted to benchmarks/results/linear-forward-float32-h12288-b32-t32.json and
+# The cost of an output in addition to its blocks, in multiply-adds per token, which is about 4 blocks of 32 x 32 for
+# each row of blocks. Fitted to benchmarks/results/linear-forward-float32-h12288-b32-t32.json and
 # linear-train-float32-h4096-b32-t1024.json.
 OUTPUT_COST = 128
 
 REWIRES = (0.05, 0.2, 0.5)
 
-# Of more blocks of features than these the paths are searched from a sample of them.
+# Up to EXACT blocks of features, paths are searched from all; above, from a sample of SAMPLED.
 EXACT = 2_000
 SAMPLED = 300
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout within the budget, and what it measures."""
+    """A layout within the budget, with its measures."""
 
     pattern: str
-    """The function of `bs.patterns` that makes it."""
+    """The function of `bs.patterns` that builds the layout."""
     options: dict[str, Any]
-    """Its keyword arguments besides the size and the block."""
+    """Its keyword arguments in addition to size and block."""
     layout: BlockLayout
     measures: Summary
-    """On block level."""
+    """Measures on block level."""
     time: float
-    """Predicted, of a training step, as a part of that of a dense weight; see `predicted_time`."""
+    """Predicted time of a training step, as a fraction of that of a dense weight; see `predicted_time`."""
     why: str
-    """In what it is the best of those proposed, and what speaks against it."""
+    """The measures in which it is the best proposal, or its number of components."""
 
     @property
     def params(self) -> int:
-        """Weights that are stored."""
+        """The number of stored weights."""
         return math.prod(self.layout.values_shape)
 
     @property
     def name(self) -> str:
-        """As it is called, its numbers rounded."""
+        """The call that builds it, with rounded numbers."""
         return f"{self.pattern}({', '.join(f'{key}={value:.4g}' for key, value in self.options.items())})"
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the layout, ready for JSON."""
-        kept = {"pattern": self.pattern, "options": self.options, "params": self.params, "time": self.time}
-        return kept | {"why": self.why, "measures": self.measures.as_dict()}
+        """Return all fields except the layout, ready for JSON."""
+        fields = {"pattern": self.pattern, "options": self.options, "params": self.params, "time": self.time}
+        return fields | {"why": self.why, "measures": self.measures.as_dict()}
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """A column of the table: how it is found and written, and what its best is called (the least)."""
+    """A column of the table.
+
+    Attributes:
+        head: title.
+        key: sort key of a layout, less is better.
+        form: format of the displayed value.
+        best: name of the best value.
+        sign: displayed value / sort key, 1 or -1.
+    """
 
     head: str
-    of: Callable[[Summary, float], float]
+    key: Callable[[Summary, float], float]
     form: str
     best: str
     sign: int = 1
 
 
-def _steps(found: Summary, time: float) -> float:
+def _steps_key(found: Summary, time: float) -> float:
     return math.inf if found.steps_to_mix is None else found.steps_to_mix
 
 
-def _path(found: Summary, time: float) -> float:
-    return math.inf if found.path_length is None or _apart(found) else found.path_length
+def _path_key(found: Summary, time: float) -> float:
+    return math.inf if found.path_length is None or _is_disconnected(found) else found.path_length
 
 
 MEASURES = {
-    "mixing": _Measure("steps to mix", _steps, "{:.0f}", "mixes fastest"),
-    "path": _Measure("mean path", _path, "{:.3f}", "shortest paths"),
+    "mixing": _Measure("steps to mix", _steps_key, "{:.0f}", "mixes fastest"),
+    "path": _Measure("mean path", _path_key, "{:.3f}", "shortest paths"),
     "clustering": _Measure("clustering", lambda found, time: -found.clustering, "{:.3f}", "most clustered", -1),
     "balance": _Measure("hub load", lambda found, time: found.hub_load, "{:.2f}", "most even load"),
     "time": _Measure("time / dense", lambda found, time: time, "{:.4f}", "least time"),
@@ -89,14 +97,14 @@ MEASURES = {
 
 
 class Proposals(list[Proposal]):
-    """Proposals, the best first; printed, they are a table."""
+    """A list of proposals, the best first, which prints as a table."""
 
     def table(self, width: int | None = None) -> str:
-        """A line for each, under a head; its words and its numbers apart where that takes over `width` columns."""
+        """Return the table; if it needs more than `width` columns, words and numbers are on separate lines."""
         heads = ["pattern", "params", *(measure.head for measure in MEASURES.values()), "why"]
         lines = [heads]
         for one in self:
-            values = [measure.sign * measure.of(one.measures, one.time) for measure in MEASURES.values()]
+            values = [measure.sign * measure.key(one.measures, one.time) for measure in MEASURES.values()]
             shown = [
                 m.form.format(v) if math.isfinite(v) else "-" for m, v in zip(MEASURES.values(), values, strict=True)
             ]
@@ -128,31 +136,29 @@ def design(
     workers: int = 8,
     seed: int = 0,
 ) -> Proposals:
-    """Proposes square layouts for a budget of parameters, measured and sorted; printed, they are a table with reasons.
+    """Propose square layouts for a budget of parameters, measured and sorted; they print as a table.
 
-    Of each pattern in `bs.patterns` the options are found with which it comes nearest to the budget; what is within
-    the tolerance is proposed. Steps follow the connections from inputs to outputs; mean paths take them in both
-    directions, which shortens those of a pattern that is not symmetric. A proposal has `pattern`, `options`,
-    `layout`, `params`,
-    `measures` (of `bs.topology.summary`, sampled beyond 2,000 blocks of features), `time` (of
-    `predicted_time`) and `why`.
+    For each pattern in `bs.patterns`, the options are chosen that come nearest to the budget; layouts within the
+    tolerance are proposed. A proposal has `pattern`, `options`, `layout`, `params`, `measures` (see
+    `bs.topology.summary`; sampled above 2,000 blocks of features), `time` (predicted, see `Proposal`) and `why`. Steps
+    to mix follow connections from inputs to outputs. Mean paths follow them in both directions, which shortens paths of
+    asymmetric patterns.
 
     Args:
-        features: the size of the square weight, a multiple of the block.
-        params: the weights to store.
-        block_size: in features; blocks are square.
-        objective: what comes first: "mixing" (the fewest steps until every unit has reached every other), "path" (the
-            shortest mean path), "clustering" (the most), "balance" (the least load of the fullest row or column) or
-            "time" (the least predicted one). Equals are in the order of the other objectives; graphs that are not
-            connected come last.
-        tolerance: the part of the budget by which a proposal may miss it.
-        workers: that share the rows in the predicted time: cores, or what runs at a time on a GPU.
-        seed: of what is drawn.
+        features: size of the square weight, a multiple of the block.
+        params: number of weights to store.
+        block_size: size of the square blocks, 32 by default.
+        objective: what to sort by: "mixing" (default; the fewest steps until every unit has reached every other),
+            "path" (the shortest mean path), "clustering" (the highest), "balance" (the fewest blocks in the fullest row
+            or column) or "time" (the shortest predicted). Ties are sorted by the other objectives, and disconnected
+            graphs come last.
+        tolerance: fraction of the budget by which a proposal may miss it, 0.1 by default.
+        workers: cores, or units of a GPU, that share the rows in the predicted time; 8 by default.
+        seed: seed of random patterns, 0 by default.
 
     Raises:
-        BlockSparseError: a budget below one block for each row or above all blocks, features that are no multiple of
-            the block, an unknown objective, numbers out of range; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+        BlockSparseError: a budget below one block per row or above all blocks; features that are no multiple of the
+            block; an unknown objective; numbers out of range; scipy is missing (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
     >>> found = bs.topology.design(4096, params=1_200_000, block_size=32, objective="mixing")
@@ -175,30 +181,35 @@ def design(
         expected = f"from {nodes * each:,} (a block for each of {nodes} rows) to {nodes * nodes * each:,} (all blocks)"
         raise BlockSparseError.expected("params", expected, f"{params:,}" if is_int(params) else repr(params))
     blocks = params / each
-    made = []
+    layouts = []
     for pattern, options in _candidates(nodes, blocks, seed):
         layout = _build(pattern, features, block_size, options)
         if abs(layout.nnz - blocks) <= max(tolerance * blocks, 0.5):
             measures = summary(layout, sources=SAMPLED if nodes > EXACT else None, seed=seed)
-            made.append((pattern, options, layout, measures, predicted_time(layout, workers)))
-    reasons = _reasons([(measures, time) for *_, measures, time in made])
-    found = [Proposal(*one, why) for one, why in zip(made, reasons, strict=True)]
+            layouts.append((pattern, options, layout, measures, predicted_time(layout, workers)))
+    reasons = _reasons([(measures, time) for *_, measures, time in layouts])
+    found = [Proposal(*one, why) for one, why in zip(layouts, reasons, strict=True)]
     order = [objective, *(name for name in MEASURES if name != objective)]
-    found.sort(key=lambda one: [_apart(one.measures), *(MEASURES[name].of(one.measures, one.time) for name in order)])
+    found.sort(
+        key=lambda one: [
+            _is_disconnected(one.measures),
+            *(MEASURES[name].key(one.measures, one.time) for name in order),
+        ]
+    )
     return Proposals(found)
 
 
 def predicted_time(layout: BlockLayout, workers: int = 8) -> float:
-    """The time of a training step's three products, as a part of that of a dense weight of this shape.
+    """Predict the time of a training step's three products, as a fraction of that of a dense weight of this shape.
 
-    A block costs its multiply-adds, and a row (in the gradient of the inputs, a column) of blocks 128 for each of its
-    outputs besides, as measured on one CPU for blocks of 32. Rows are shared among the workers, whose time is that of
-    the mean one, or of the fullest row where that takes longer; the gradient of the values is shared evenly. What it
-    leaves out: caches, kernels that cut full rows, smaller blocks that run at less speed.
+    A block costs its multiply-adds, and each output another 128 (in the gradient of the inputs, each input), as
+    measured on one CPU for blocks of 32. Workers share the rows, so the time is that of a mean worker or of the fullest
+    row, whichever is longer; the gradient of the values is shared evenly. The model ignores caches, kernels that split
+    full rows, and the lower speed of smaller blocks.
 
     Args:
-        layout: of any shape.
-        workers: cores, or what runs at a time on a GPU.
+        layout: a layout of any shape.
+        workers: cores, or units of a GPU; 8 by default.
 
     >>> import blocksparse as bs
     >>> from blocksparse.topology.proposals import predicted_time
@@ -213,6 +224,7 @@ def predicted_time(layout: BlockLayout, workers: int = 8) -> float:
 
 
 def _time(counts: tuple[np.ndarray, np.ndarray], block: tuple[int, int], workers: int) -> float:
+    """Return the cost of a training step for these numbers of blocks per row and per column."""
     height, width = block
     total = counts[0].sum() * height * width / workers
     for count, outputs in zip(counts, block, strict=True):
@@ -222,7 +234,7 @@ def _time(counts: tuple[np.ndarray, np.ndarray], block: tuple[int, int], workers
 
 
 def _candidates(nodes: int, target: float, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each pattern with the options that make its number of blocks nearest to the target."""
+    """Yield each pattern with the options that make its number of blocks nearest to the target."""
 
     def nearest(choices: Any, blocks: Callable[[int], float]) -> int:
         return min(choices, key=lambda choice: abs(blocks(choice) - target))
@@ -238,10 +250,10 @@ def _candidates(nodes: int, target: float, seed: int) -> Iterator[tuple[str, dic
         neighbors = nearest(even, lambda k: nodes * (k + 1))
         for rewire in REWIRES:
             yield "watts_strogatz", {"neighbors": neighbors, "rewire": rewire, "seed": seed}
-        # Ties at equal distances are kept together: a block has as many as it has neighbors, or more.
-        few = range(2, max(min(int(target / nodes) + 1, nodes), 3), 2)
-        at = bisect_left(few, target, key=torus)
-        neighbors = nearest(few[max(at - 1, 0) : at + 1], torus)
+        # The pattern includes all neighbors at equal distances, so a block may have more than `neighbors`.
+        even = range(2, max(min(int(target / nodes) + 1, nodes), 3), 2)
+        at = bisect_left(even, target, key=torus)
+        neighbors = nearest(even[max(at - 1, 0) : at + 1], torus)
         for rewire in REWIRES:
             yield "watts_strogatz_2d", {"neighbors": neighbors, "rewire": rewire, "seed": seed}
     yield "banded", {"bandwidth": nearest(range(nodes), lambda w: nodes * (2 * w + 1) - w * (w + 1))}
@@ -256,14 +268,15 @@ def _build(pattern: str, features: int, block_size: int, options: dict[str, Any]
 
 
 def _reasons(found: list[tuple[Summary, float]]) -> list[str]:
-    fair = [one for one in found if not _apart(one[0])] or found
-    best = {name: min(measure.of(*one) for one in fair) for name, measure in MEASURES.items()}
+    """Return for each layout the measures in which it is the best of the connected ones, or its components."""
+    connected = [one for one in found if not _is_disconnected(one[0])] or found
+    best = {name: min(measure.key(*one) for one in connected) for name, measure in MEASURES.items()}
     reasons = []
     for measures, time in found:
-        good = [m.best for name, m in MEASURES.items() if m.of(measures, time) == best[name] < math.inf]
-        reasons.append(f"{measures.components} components" if _apart(measures) else ", ".join(good))
+        good = [m.best for name, m in MEASURES.items() if m.key(measures, time) == best[name] < math.inf]
+        reasons.append(f"{measures.components} components" if _is_disconnected(measures) else ", ".join(good))
     return reasons
 
 
-def _apart(found: Summary) -> bool:
+def _is_disconnected(found: Summary) -> bool:
     return found.components > 1

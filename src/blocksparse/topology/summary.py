@@ -1,4 +1,4 @@
-"""The measures of one layout together."""
+"""All measures of a layout in one result."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from .spectrum import spectral_gap
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary` found, on one level."""
+    """The measures of a layout's graph, see `summary`."""
 
     level: str
     nodes: int
     edges: int
-    """Of the undirected graph, the diagonal left out."""
+    """Edges of the undirected graph, without the diagonal."""
     components: int
-    """Connected ones; with more than one, paths are those within them."""
+    """Connected components; if there are several, paths are those within them."""
     path_length: float | None
-    """The mean of the shortest paths; None where no two nodes are connected."""
+    """Mean shortest path; None if no two nodes are connected."""
     path_length_error: float
-    """Its standard error, 0 where it is exact."""
+    """Standard error of `path_length`, 0 if it is exact."""
     diameter: int | None
-    """The longest of the shortest paths found."""
+    """Longest shortest path found."""
     exact: bool
     """Whether paths were searched from all nodes, not from a sample."""
     clustering: float
     spectral_gap: float
     steps_to_mix: int | None
-    """Until every unit has reached every other; None where some never do, or the layout is not square."""
+    """Steps until every unit has reached every other; None if some never do, or the layout is not square."""
     hub_load: float
-    """The fullest row or column of blocks / the mean."""
+    """Blocks in the fullest row or column / the mean."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
 def summary(layout: BlockLayout, level: str = "block", sources: int | None = None, seed: int = 0) -> Summary:
-    """The measures of a layout's graph together, connected or not.
+    """Return all measures of a layout's graph.
 
     Args:
-        layout: of any shape.
-        level: "block" or "neuron".
-        sources, seed: of the paths and the steps to mix, as for `path_lengths`.
+        layout: a layout of any shape, connected or not.
+        level: "block" (default) or "neuron".
+        sources, seed: sample for the paths and the steps to mix, see `path_lengths`.
 
     Raises:
-        BlockSparseError: as `path_lengths`.
+        BlockSparseError: as for `path_lengths`.
 
     >>> import blocksparse as bs
     >>> found = bs.topology.summary(bs.patterns.block_diagonal((8, 8), block_size=2), level="neuron")
@@ -64,7 +64,7 @@ def summary(layout: BlockLayout, level: str = "block", sources: int | None = Non
     paths = path_lengths(layout, level, sources, seed)
     try:
         steps = steps_to_mix(layout, level=level, sources=sources, seed=seed)
-    except BlockSparseError:  # not square, or some units never reach some others
+    except BlockSparseError:  # not square, or some units never reach others
         steps = None
     return Summary(
         level=level,

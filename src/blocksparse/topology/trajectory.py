@@ -1,4 +1,4 @@
-"""Topologies over time: the layouts of an evolving net, their distances, and embeddings and trees of these."""
+"""The layouts of an evolving network over time, their distances, and trees and embeddings of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .nnstd import Layer, Net, layers_of, nnstd
 
 
 class Trajectory:
-    """The layouts of a net at several moments; they are kept, and cost no copies of what does not change.
+    """The layouts of a network at several moments. Layouts that do not change are stored once.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.1, block_size=4), bs.nn.Linear(64, 8, block_size=4))
@@ -32,18 +32,18 @@ class Trajectory:
 
     def __init__(self) -> None:
         self.labels: list[Any] = []
-        """Of each moment: an epoch, or the name of a run."""
+        """Label of each moment, such as an epoch or the name of a run."""
         self.nets: list[tuple[Layer, ...]] = []
 
     def record(self, net: Net, label: Any = None) -> None:
-        """Adds a net as it is now.
+        """Record the current layouts of a network.
 
         Args:
-            net: as for `nnstd`.
-            label: of this moment; by default their number.
+            net: see `nnstd`.
+            label: label of this moment; its index by default.
 
         Raises:
-            BlockSparseError: no net.
+            BlockSparseError: `net` has no layout.
         """
         self.nets.append(layers_of(net))
         self.labels.append(len(self.labels) if label is None else label)
@@ -52,19 +52,19 @@ class Trajectory:
         return len(self.nets)
 
     def distances(self) -> np.ndarray:
-        """Of all moments from each other: see `distances`."""
+        """Return the distances between all moments, see `distances`."""
         return distances(self.nets)
 
 
 def distances(nets: Sequence[Net], *, level: str = "neuron") -> np.ndarray:
-    """The sparse topology distances of some nets from each other, float64 `[nets, nets]`, symmetric.
+    """Return the sparse topology distances between networks, float64 `[nets, nets]`, symmetric.
 
     Args:
-        nets: each as for `nnstd`: of one net at several moments, or of several that may be in one picture.
-        level: as for `nnstd`.
+        nets: networks, see `nnstd`, such as one network at several moments.
+        level: see `nnstd`; "neuron" by default.
 
     Raises:
-        BlockSparseError: as `nnstd`.
+        BlockSparseError: as for `nnstd`.
 
     >>> import blocksparse as bs
     >>> nets = [[bs.patterns.random((32, 32), block_size=1, density=0.2, seed=seed)] for seed in (0, 0, 1)]
@@ -74,24 +74,24 @@ def distances(nets: Sequence[Net], *, level: str = "neuron") -> np.ndarray:
            [0.67, 0.67, 0.  ]])
     """
     layers = [layers_of(net) for net in nets]
-    found = np.zeros((len(layers), len(layers)))
+    matrix = np.zeros((len(layers), len(layers)))
     for i, j in zip(*np.triu_indices(len(layers), 1), strict=True):
-        found[i, j] = found[j, i] = nnstd(layers[i], layers[j], level=level)
-    return found
+        matrix[i, j] = matrix[j, i] = nnstd(layers[i], layers[j], level=level)
+    return matrix
 
 
 def linkage(distances: np.ndarray) -> np.ndarray:
-    """The tree of some nets that joins the nearest first, by mean distances: what `scipy.cluster.hierarchy` draws.
+    """Return the tree that joins the nearest networks first, by mean distances, as `scipy.cluster.hierarchy` draws it.
 
     Args:
-        distances: `[nets, nets]`, of two or more.
+        distances: `[nets, nets]`, of two networks or more.
 
     Returns:
-        float64 `[nets - 1, 4]`, of `scipy.cluster.hierarchy.linkage`: which two are joined, at which distance, and
-        how many nets they are; `scipy.cluster.hierarchy.dendrogram(linkage, no_plot=True)` has the lines to draw.
+        float64 `[nets - 1, 4]`, as of `scipy.cluster.hierarchy.linkage`: the two clusters that are joined, their
+        distance, and their number of networks.
 
     Raises:
-        BlockSparseError: no symmetric matrix with zeros on its diagonal; scipy is missing
+        BlockSparseError: the matrix is not symmetric with zeros on its diagonal; scipy is missing
             (`pip install blocksparse-torch[lab]`).
 
     >>> import numpy as np, blocksparse as bs
@@ -99,8 +99,8 @@ def linkage(distances: np.ndarray) -> np.ndarray:
     array([[0. , 1. , 0.1, 2. ],
            [2. , 3. , 0.7, 3. ]])
     """
-    matrix = _checked(distances)
-    import_scipy_sparse()  # says how to get scipy
+    matrix = _check_distances(distances)
+    import_scipy_sparse()  # raises an error that says how to install scipy
     from scipy.cluster import hierarchy
     from scipy.spatial.distance import squareform
 
@@ -108,16 +108,16 @@ def linkage(distances: np.ndarray) -> np.ndarray:
 
 
 def embedding(distances: np.ndarray, dimensions: int = 2) -> np.ndarray:
-    """Points whose distances are near those given: classical scaling, float64 `[nets, dimensions]`.
+    """Return points whose distances are near the given ones, by classical scaling, float64 `[nets, dimensions]`.
 
-    Each axis is turned so that the last net is not on the negative side of the first.
+    Signs are chosen such that no coordinate of the last network is below that of the first.
 
     Args:
-        distances: `[nets, nets]`, of two or more.
-        dimensions: of the points, from 1 on; those beyond what the distances span are 0.
+        distances: `[nets, nets]`, of two networks or more.
+        dimensions: dimensions of the points, 2 by default; those beyond what the distances span are 0.
 
     Raises:
-        BlockSparseError: no symmetric matrix with zeros on its diagonal, no dimension.
+        BlockSparseError: the matrix is not symmetric with zeros on its diagonal; no dimension.
 
     >>> import numpy as np, blocksparse as bs
     >>> bs.topology.embedding(np.array([[0, 3, 5], [3, 0, 4], [5, 4, 0.0]])).round(2).shape
@@ -125,18 +125,19 @@ def embedding(distances: np.ndarray, dimensions: int = 2) -> np.ndarray:
 
     Source: Torgerson, Multidimensional scaling: theory and method (1952).
     """
-    matrix = _checked(distances)
+    matrix = _check_distances(distances)
     integer("dimensions", dimensions, 1)
     centred = matrix**2
     centred = centred - centred.mean(0) - centred.mean(1)[:, None] + centred.mean()
     values, vectors = np.linalg.eigh(-centred / 2)
     points = np.zeros((len(matrix), dimensions))
-    most = min(dimensions, len(matrix))
-    points[:, :most] = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :most]
+    count = min(dimensions, len(matrix))
+    points[:, :count] = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :count]
     return points * np.where(points[-1] < points[0], -1, 1)
 
 
-def _checked(distances: Any) -> np.ndarray:
+def _check_distances(distances: Any) -> np.ndarray:
+    """Return the matrix, or raise a BlockSparseError unless it is symmetric with zeros on its diagonal."""
     matrix = np.asarray(distances, dtype=np.float64)
     square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] >= 2
     if not square or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T) or matrix.diagonal().any():

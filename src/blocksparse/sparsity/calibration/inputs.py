@@ -80,7 +80,7 @@ class Product:
         return args[0].numel() // args[0].shape[-1]
 
     def inputs(self, args: tuple[Any, ...], at: Tensor) -> Tensor:
-        """Return the inputs of all weights side by side at some rows of a call, `[len(at), sum(sizes)]`, zero-padded."""
+        """Return the inputs of all weights side by side at rows of a call, `[len(at), sum(sizes)]`, zero-padded."""
         if type(self.module) in LAYERS:
             inputs = _level_inputs(self.module, self.level, self.direction, *pack_inputs(self.module, args))
             parts = [inputs[weight.parameter.split("_l")[0]][at] for weight in self.weights]

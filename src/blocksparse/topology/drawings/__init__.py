@@ -1,4 +1,4 @@
-"""Pictures of layouts, each a function that writes one file; matplotlib is imported when one is drawn."""
+"""Functions that draw layouts, each into one file. They import matplotlib when they are called."""
 
 from .degrees import degree_histogram
 from .dense import dense_against_sparse

@@ -1,4 +1,4 @@
-"""How far nets are from each other: their distances as a map, a tree and points in the plane."""
+"""A picture of the distances between networks: as a map, a tree and points in the plane."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from ...errors import BlockSparseError
 from ..trajectory import embedding, linkage
 from .style import COLORS, figure_and_axes, save
 
-LEAVES = 40  # of a tree whose names can be read
+MAX_NAMED_LEAVES = 40  # more names would overlap
 
 
 def distance_map(
     distances: np.ndarray, labels: Sequence[str], path: str | Path, title: str, groups: Sequence[str] | None = None
 ) -> None:
-    """A PNG of the sparse topology distances of some nets.
+    """Draw a PNG of the sparse topology distances between networks.
 
     Args:
-        distances: `[nets, nets]`, as `topology.distances` finds them.
-        labels: a name for each net, short.
-        path: of the file.
-        title: what they are.
-        groups: of each net, whose it is: those of one are joined by a line, in their order; by default each is alone.
+        distances: `[nets, nets]`, see `topology.distances`.
+        labels: a short name for each network.
+        path: file to write.
+        title: title of the picture.
+        groups: group of each network; a line joins the networks of a group in order. By default each is on its own.
 
     Raises:
-        BlockSparseError: fewer than three nets, not a label for each, matplotlib or scipy is not installed, or the
+        BlockSparseError: fewer than three networks; not one label for each; matplotlib or scipy is not installed; the
             file cannot be written.
     """
     count = len(distances)
     if count < 3:
         raise BlockSparseError.expected("nets", "three or more to draw", str(count))
-    of = list(labels if groups is None else groups)
-    if len(labels) != count or len(of) != count:
+    groups = list(labels if groups is None else groups)
+    if len(labels) != count or len(groups) != count:
         raise BlockSparseError.expected("labels", f"{count}, one for each net", str(len(labels)))
-    names = list(dict.fromkeys(of))
+    names = list(dict.fromkeys(groups))
     color = {name: COLORS[nth % len(COLORS)] for nth, name in enumerate(names)}
     figure, axes = figure_and_axes((12.6, 4.4), columns=3, width_ratios=(1.15, 1.1, 1))
-    _map(figure, axes[0], distances, labels, of)
-    _tree(axes[1], distances, labels, [color[name] for name in of])
+    _map(figure, axes[0], distances, labels, groups)
+    _tree(axes[1], distances, labels, [color[name] for name in groups])
     points = embedding(distances)
     for name in names:
-        mine = [i for i in range(count) if of[i] == name]
-        axes[2].plot(*points[mine].T, "-o", color=color[name], lw=1.2, ms=4, label=name)
-        if len(mine) > 1:
-            axes[2].plot(*points[mine[0]], "o", mfc="white", mec=color[name], ms=7)
-            for at in (mine[0], mine[-1]):
-                place = {"xytext": (5, 5), "textcoords": "offset points"}
-                axes[2].annotate(labels[at], points[at], size=8, color=color[name], **place)
+        members = [i for i in range(count) if groups[i] == name]
+        axes[2].plot(*points[members].T, "-o", color=color[name], lw=1.2, ms=4, label=name)
+        if len(members) > 1:
+            axes[2].plot(*points[members[0]], "o", mfc="white", mec=color[name], ms=7)
+            for at in (members[0], members[-1]):
+                style = {"xytext": (5, 5), "textcoords": "offset points"}
+                axes[2].annotate(labels[at], points[at], size=8, color=color[name], **style)
     axes[2].set(xlabel="classical scaling, 1st axis", ylabel="2nd axis")
     axes[2].margins(0.14)
     axes[2].set_aspect("equal", adjustable="datalim")
@@ -65,13 +65,13 @@ def distance_map(
 def _map(figure: Any, axes: Any, distances: np.ndarray, labels: Sequence[str], groups: Sequence[str]) -> None:
     image = axes.imshow(distances, cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, shrink=0.8, label="NNSTD")
-    at = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
-    for edge in at[1:] if len(at) < len(groups) else []:
+    starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
+    for edge in starts[1:] if len(starts) < len(groups) else []:
         axes.axhline(edge - 0.5, color="white", lw=1)
         axes.axvline(edge - 0.5, color="white", lw=1)
-    shown = [groups[i] for i in at]
-    ends = [*at[1:], len(groups)]
-    middles = [(start + end - 1) / 2 for start, end in zip(at, ends, strict=True)]
+    shown = [groups[i] for i in starts]
+    ends = [*starts[1:], len(groups)]
+    middles = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
     axes.set_yticks(middles, shown, fontsize=8)
     axes.set_xticks(middles, shown, fontsize=8, rotation=0 if len(shown) < 4 else 60)
     axes.set_title("distance of each pair", loc="left", size=10)
@@ -80,12 +80,12 @@ def _map(figure: Any, axes: Any, distances: np.ndarray, labels: Sequence[str], g
 def _tree(axes: Any, distances: np.ndarray, labels: Sequence[str], colors: Sequence[str]) -> None:
     from scipy.cluster import hierarchy
 
-    many = len(labels) > LEAVES
+    unnamed = len(labels) > MAX_NAMED_LEAVES
     hierarchy.dendrogram(
         linkage(distances),
         ax=axes,
         labels=list(labels),
-        no_labels=many,
+        no_labels=unnamed,
         color_threshold=0,
         above_threshold_color="0.35",
     )

@@ -1,4 +1,4 @@
-"""What takes the place of a dense layer at equal compute: one layer sparse and wide, or several sparse and deep."""
+"""A picture of sparse replacements of a dense layer at equal compute: one wide layer, or several deep ones."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ..summary import summary
 from .matrix import show
 from .style import COLORS, figure_and_axes, save
 
-DRAWN = 6  # layers of the deep one, at most
+MAX_DRAWN_LAYERS = 6
 
-# In inches: of the widest picture, of the room that words need, between the three, and above and below them.
-LARGEST, WORDS, APART, ABOVE, BELOW = 3.6, 2.45, 0.45, 0.4, 0.75
+# In inches: the largest picture, the width of texts, the gap between pictures, and the margins above and below.
+MAX_PICTURE, TEXT_WIDTH, GAP, ABOVE, BELOW = 3.6, 2.45, 0.45, 0.4, 0.75
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A dense layer of `features` and what can take its place; see `of`."""
+    """A dense layer and sparse layers of the same cost; see `of`."""
 
     features: int
-    """Of the dense layer, and of each deep one."""
+    """Features of the dense layer and of each deep one."""
     wide: BlockLayout
     deep: tuple[BlockLayout, ...]
 
     @classmethod
     def of(cls, build: Callable[[int, int], BlockLayout], features: int) -> Replacement:
-        """Makes the dense layer with as many weights as a wide layout, and the deep sparse layers of the same cost.
+        """Find the dense layer with the same number of weights as a wide layout, and deep layers of the same cost.
 
         Args:
-            build: makes the layout for a number of features and a seed.
-            features: of the wide one.
+            build: function of (features, seed) that returns a layout.
+            features: features of the wide layout.
 
         Raises:
-            BlockSparseError: a layout that is not square, or one that is full already; as `build`.
+            BlockSparseError: a layout that is not square, or stores no or all blocks; errors of `build`.
 
         >>> import blocksparse as bs
         >>> from blocksparse.topology.drawings import Replacement
@@ -59,55 +59,58 @@ class Replacement:
 
     @property
     def dense_weights(self) -> int:
+        """Weights of the dense layer."""
         return self.features**2
 
     @property
     def wide_weights(self) -> int:
+        """Weights of the wide layer."""
         return math.prod(self.wide.values_shape)
 
     @property
     def deep_weights(self) -> int:
+        """Weights of all deep layers."""
         return sum(math.prod(layout.values_shape) for layout in self.deep)
 
 
 def replacement(of: Replacement, path: str | Path, title: str) -> None:
-    """A PNG of the three to scale, with their weights and how far what goes in reaches.
+    """Draw a PNG of the three to scale, with their numbers of weights and how far inputs reach.
 
     Args:
-        of: what to draw.
-        path: of the file.
-        title: the name of the pattern.
+        of: the layers to draw.
+        path: file to write.
+        title: name of the pattern.
 
     Raises:
         BlockSparseError: matplotlib or scipy is not installed, or the file cannot be written.
     """
-    deep = of.deep[:DRAWN]
-    # The deep ones in rows, so that they take about the room of the wide one.
+    deep = of.deep[:MAX_DRAWN_LAYERS]
+    # Deep layers are drawn in several rows, so that they fill about the area of the wide one.
     columns = math.ceil(math.sqrt(len(deep)))
     rows = math.ceil(len(deep) / columns)
-    # All in inches: words and pictures share the room.
-    scale = min(LARGEST / of.wide.shape[0], LARGEST / (max(columns, rows) * of.features * 1.3))
+    # All lengths are in inches.
+    scale = min(MAX_PICTURE / of.wide.shape[0], MAX_PICTURE / (max(columns, rows) * of.features * 1.3))
     side, wide = of.features * scale, of.wide.shape[0] * scale
     step = side + 0.3
-    words = _words(of)
+    texts = _texts(of)
     sides = (side, wide, columns * step - 0.3)
-    widths = [max(room, WORDS) for room in sides]
+    widths = [max(side, TEXT_WIDTH) for side in sides]
     tallest = max(wide, rows * step - 0.3)
-    width, height = sum(widths) + 2 * APART, tallest + ABOVE + BELOW
+    width, height = sum(widths) + 2 * GAP, tallest + ABOVE + BELOW
     figure, axes = figure_and_axes((width + 0.3, height + 0.45))
     axes.set(xlim=(0, width), ylim=(tallest + BELOW, -ABOVE), aspect="equal")
     axes.axis("off")
     left = 0.0
-    for (name, lines), room in zip(words, widths, strict=True):
+    for (name, lines), room in zip(texts, widths, strict=True):
         axes.text(left, -0.12, name, size=11, weight="bold", va="bottom", color="0.1")
         axes.text(left, tallest + 0.12, "\n".join(lines), size=9.5, va="top", color="0.25", linespacing=1.45)
-        left += room + APART
-    _weight(axes, None, 0, 0, side)
-    _weight(axes, of.wide, widths[0] + APART, 0, wide)
+        left += room + GAP
+    _draw_weight(axes, None, 0, 0, side)
+    _draw_weight(axes, of.wide, widths[0] + GAP, 0, wide)
     for i, layout in enumerate(deep):
         down, right = divmod(i, columns)
-        x, y = left - widths[2] - APART + right * step, down * step
-        _weight(axes, layout, x, y, side)
+        x, y = left - widths[2] - GAP + right * step, down * step
+        _draw_weight(axes, layout, x, y, side)
         if right:
             style = {"arrowstyle": "->", "color": "0.3", "lw": 1.3, "shrinkA": 2, "shrinkB": 2}
             axes.annotate("", (x, y + side / 2), (x - 0.3, y + side / 2), arrowprops=style)
@@ -115,7 +118,7 @@ def replacement(of: Replacement, path: str | Path, title: str) -> None:
     save(figure, path)
 
 
-def _weight(axes: Any, layout: BlockLayout | None, x: float, y: float, side: float) -> None:
+def _draw_weight(axes: Any, layout: BlockLayout | None, x: float, y: float, side: float) -> None:
     from matplotlib.patches import Rectangle
 
     if layout is None:
@@ -126,12 +129,13 @@ def _weight(axes: Any, layout: BlockLayout | None, x: float, y: float, side: flo
     inset.set(xticks=[], yticks=[], aspect="auto")
 
 
-def _words(of: Replacement) -> list[tuple[str, list[str]]]:
+def _texts(of: Replacement) -> list[tuple[str, list[str]]]:
+    """Return name and description of the three."""
     found = summary(of.wide)
     mixes = "some inputs never reach some outputs" if found.steps_to_mix is None else f"mixes in {found.steps_to_mix}"
     length = "" if found.path_length is None else f"mean path {found.path_length:.2f}, "
     layers = len(of.deep)
-    more = f", {DRAWN} drawn" if layers > DRAWN else ""
+    more = f", {MAX_DRAWN_LAYERS} drawn" if layers > MAX_DRAWN_LAYERS else ""
     return [
         (
             "dense",
@@ -141,7 +145,7 @@ def _words(of: Replacement) -> list[tuple[str, list[str]]]:
             f"sparse and wide, {of.wide.shape[0] / of.features:.3g} times",
             [
                 f"{of.wide.shape[0]:,} features, density {of.wide.density:.3g}",
-                f"{of.wide_weights:,} weights{_beside(of.wide_weights, of)}",
+                f"{of.wide_weights:,} weights{_percent_difference(of.wide_weights, of)}",
                 f"{length}{mixes} steps" if found.steps_to_mix else f"{length}{mixes}",
             ],
         ),
@@ -149,23 +153,23 @@ def _words(of: Replacement) -> list[tuple[str, list[str]]]:
             f"sparse and deep, {layers} layer{'s' if layers > 1 else ''}{more}",
             [
                 f"{of.features:,} features, density {of.deep[0].density:.3g}",
-                f"{of.deep_weights:,} weights{_beside(of.deep_weights, of)}",
+                f"{of.deep_weights:,} weights{_percent_difference(of.deep_weights, of)}",
                 f"{100 * reach(of.deep):.3g} % of inputs and outputs meet",
             ],
         ),
     ]
 
 
-def _beside(weights: int, of: Replacement) -> str:
+def _percent_difference(weights: int, of: Replacement) -> str:
     more = weights / of.dense_weights - 1
     return "" if abs(more) < 0.005 else f" ({more:+.0%})"
 
 
 def reach(layouts: Sequence[BlockLayout]) -> float:
-    """Of all pairs of a first layer's inputs and a last layer's outputs, the part that is connected.
+    """Return the fraction of pairs of an input of the first layer and an output of the last that are connected.
 
     Args:
-        layouts: of layers that feed each other, the first one first.
+        layouts: layouts of layers that feed each other, the first one first.
 
     >>> import blocksparse as bs
     >>> shift = bs.BlockLayout([[1, 1, 0], [0, 1, 1], [1, 0, 1]], block_size=4)
@@ -175,5 +179,5 @@ def reach(layouts: Sequence[BlockLayout]) -> float:
     reached = None
     for layout in layouts:
         reached = matrix_of(layout) if reached is None else matrix_of(layout) @ reached
-        reached.data[:] = 1  # whether, not in how many ways
+        reached.data[:] = 1  # connected or not, not the number of paths
     return 0.0 if reached is None else reached.nnz / math.prod(reached.shape)

@@ -1,4 +1,4 @@
-"""Helpers of all pictures: figures that need no display, colours, and errors for files that cannot be written."""
+"""Helpers of all pictures: figures without a display, colors, labels and files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from ...errors import BlockSparseError
 
-# Distinguishable by the colour-blind: Okabe and Ito, Color Universal Design (2008).
+# Distinguishable with color blindness: Okabe and Ito, Color Universal Design (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """A matplotlib figure that needs no display, with one pair of axes, or an array of them side by side.
+    """Return a matplotlib figure that needs no display, and its axes, or an array of several side by side.
 
     Args:
         size: width and height in inches.
-        columns: of axes.
-        grid: more for `Figure.subplots`, as `width_ratios`.
+        columns: number of axes, 1 by default.
+        grid: further arguments of `Figure.subplots`, such as `width_ratios`.
 
     Raises:
         BlockSparseError: matplotlib is not installed.
@@ -28,25 +28,25 @@ def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise _missing(error) from error
+        raise _missing_matplotlib(error) from error
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, columns, **grid)
-    for one in [axes] if columns == 1 else axes:
-        one.spines[["top", "right"]].set_visible(False)
+    for each in [axes] if columns == 1 else axes:
+        each.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def label_points(axes: Any, labels: Iterable[tuple[float, float, str, str]], size: float = 8) -> None:
-    """Puts texts next to points, moved up where they would overlap each other or points. For axes whose limits are set.
+    """Write texts next to points, moved up if they would overlap each other or points.
 
     Args:
-        axes: of matplotlib.
-        labels: x, y, text and colour of each; those beyond the limits are left out.
-        size: of the texts, in points.
+        axes: matplotlib axes whose limits are set.
+        labels: x, y, text and color of each point; points outside the limits get no text.
+        size: font size in points, 8 by default.
     """
     from matplotlib.transforms import Bbox
 
-    axes.figure.draw_without_rendering()  # which settles where the axes are
+    axes.figure.draw_without_rendering()  # computes the position of the axes
     point = axes.figure.dpi / 72
     labels = sorted(labels, key=lambda label: label[1])
     marks = [axes.transData.transform((x, y)) for x, y, *_ in labels]
@@ -67,10 +67,10 @@ def label_points(axes: Any, labels: Iterable[tuple[float, float, str, str]], siz
 
 
 def save(figure: Any, path: str | Path, dpi: float = 150) -> None:
-    """Writes a figure as a PNG.
+    """Write a figure as a PNG.
 
     Raises:
-        BlockSparseError: it could not be written.
+        BlockSparseError: the file cannot be written.
     """
     try:
         figure.savefig(path, format="png", dpi=dpi)
@@ -79,18 +79,19 @@ def save(figure: Any, path: str | Path, dpi: float = 150) -> None:
 
 
 def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
-    """Returns a writer of uint8 `[height, width, 3]` as a PNG, after checking now that the file can be written.
+    """Return a function that writes uint8 pixels `[height, width, 3]` as a PNG, after checks of the path.
 
     Raises:
-        BlockSparseError: matplotlib is not installed, there is no such folder; in the call, it could not be written.
+        BlockSparseError: matplotlib is not installed, or there is no such folder; in the call, the file cannot be
+            written.
     """
     try:
         from matplotlib.image import imsave
     except ImportError as error:
-        raise _missing(error) from error
+        raise _missing_matplotlib(error) from error
     path = Path(path)
     if not path.parent.is_dir() or path.is_dir():
-        raise BlockSparseError.expected("out", "a PNG file to write, in a folder that is there", path)
+        raise BlockSparseError.expected("out", "a PNG file to write, in an existing folder", path)
 
     def write(pixels: np.ndarray) -> None:
         try:
@@ -101,5 +102,5 @@ def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
     return write
 
 
-def _missing(error: ImportError) -> BlockSparseError:
+def _missing_matplotlib(error: ImportError) -> BlockSparseError:
     return BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[lab]'")
