@@ -1,4 +1,4 @@
-"""Processes that tests send functions or scripts to, forked with PyTorch imported: a test on four takes no start-up."""
+"""Processes that run functions or scripts for tests; they are forked with PyTorch imported, so they start quickly."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Each is forked from a server that has these imported and no threads yet.
+# The server that forks the processes has imported these, and has no threads yet.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "blocksparse", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
 
 
 class Processes:
-    """Several processes that form one gloo group, the default one.
+    """Several processes that form one gloo group, the default group.
+
+    A call runs a module's function (not a lambda) with arguments in all of them, and returns their results by rank. If
+    one raises or dies, the call raises an AssertionError with its traceback, and the next call starts new processes.
 
     Args:
-        count: how many.
-        timeout: seconds for a collective, and for a whole call twice as many.
-
-    A call runs a function of a module (not a lambda) in all of them, with its arguments, and returns what came of it by
-    rank. Where one raises, or dies, an AssertionError has its traceback, and the next call starts all again.
+        count: the number of processes.
+        timeout: seconds for a collective; a whole call has twice this time.
     """
 
     def __init__(self, count: int, timeout: float = 60):
@@ -45,46 +45,40 @@ class Processes:
         for _, pipe in self.running:
             pipe.send((function, args))
         results: dict[int, Any] = {}
-        failed: dict[int, str] = {}
+        failures: dict[int, str] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.running)}
-        while pipes and not failed:
-            ready = wait(list(pipes), 2 * self.timeout)
+        while pipes:
+            # Ranks that fail because another one did follow a moment later: nobody knows which was first.
+            ready = wait(list(pipes), 1 if failures else 2 * self.timeout)
             if not ready:
-                failed[min(pipes.values())] = f"no answer of ranks {sorted(pipes.values())} in {2 * self.timeout} s"
+                if not failures:
+                    silent = sorted(pipes.values())
+                    failures[silent[0]] = f"no answer of ranks {silent} in {2 * self.timeout} s"
+                break
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:
                     worked, result = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     worked, result = False, "died"
-                (results if worked else failed)[rank] = result
-        if failed:
-            # Those that fail with it, a moment later: which of them was first is not known.
-            for pipe in wait(list(pipes), 1) if pipes else ():
-                rank = pipes.pop(pipe)
-                try:
-                    worked, result = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    worked, result = False, "died"
-                if not worked:
-                    failed[rank] = result
+                (results if worked else failures)[rank] = result
+        if failures:
             self.close()
-            raise AssertionError("\n".join(f"rank {rank} of {self.count}: {text}" for rank, text in failed.items()))
+            raise AssertionError("\n".join(f"rank {rank} of {self.count}: {text}" for rank, text in failures.items()))
         return [results[rank] for rank in range(self.count)]
 
     def _start(self) -> None:
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.count):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_work, args=(theirs, rank, self.count, str(store), self.timeout), daemon=True
-            )
+            arguments = (theirs, rank, self.count, str(store), self.timeout)
+            process = CONTEXT.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.running.append((process, ours))
 
     def close(self) -> None:
-        """Ends them all."""
+        """End all processes."""
         for process, pipe in self.running:
             process.kill()
             process.join()
@@ -93,7 +87,7 @@ class Processes:
 
 
 def rendezvous(count: int) -> dict[str, str]:
-    """The variables by which `count` processes of this machine find each other, as torchrun sets them."""
+    """Return the environment variables by which `count` processes of this machine meet, as torchrun sets them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -102,30 +96,28 @@ def rendezvous(count: int) -> dict[str, str]:
 def run_script(
     count: int, script: Path, *arguments: str, folder: Path, timeout: float = 200, **environment: str
 ) -> str:
-    """What a script prints when `count` processes run it in a folder, with torchrun's variables and others.
-
-    As with torchrun, but that PyTorch is imported once for all scripts.
-    """
+    """Run a script in a folder by `count` processes, with torchrun's variables and others; return what it prints."""
     shared = rendezvous(count)
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     variables = [environment | (shared | rank if count > 1 else {}) for rank in ranks]
     outputs = [folder / f"{script.stem}-{rank}.out" for rank in range(count)]
     running = [
-        start_script(script, *arguments, variables=of, output=to) for of, to in zip(variables, outputs, strict=True)
+        start_script(script, *arguments, variables=own, output=output)
+        for own, output in zip(variables, outputs, strict=True)
     ]
-    begun = time.monotonic()
+    start = time.monotonic()
     for process in running:
-        process.join(max(0.0, begun + timeout - time.monotonic()))
+        process.join(max(0.0, start + timeout - time.monotonic()))
     codes = [process.exitcode for process in running]
     for process in running:
         process.kill()
-    said = "".join(output.read_text() for output in outputs)
-    assert codes == [0] * count, f"exit codes {codes} (None: not in {timeout} s)\n{said}"
-    return said
+    printed = "".join(output.read_text() for output in outputs)
+    assert codes == [0] * count, f"exit codes {codes} (None: not in {timeout} s)\n{printed}"
+    return printed
 
 
 def start_script(script: Path, *arguments: str, variables: dict[str, str], output: Path) -> Any:
-    """The process, just started, of a script that writes what it prints to a file, and runs in the file's folder."""
+    """Start a script that prints to a file and runs in the file's folder; return its process."""
     process = CONTEXT.Process(target=_run, args=([str(script), *arguments], variables, output), daemon=True)
     process.start()
     return process
