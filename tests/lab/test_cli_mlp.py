@@ -197,7 +197,7 @@ def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
         patch.setattr(mlp.ClassifyTask, "rows_of", interrupting)
         out = train(points, tmp_path, code=130).stdout
     assert "stopped after epoch 1.429 of 4" in out
-    assert "goes on after epoch 1.429" in train(points, tmp_path).stdout
+    assert "resumes after epoch 1.429" in train(points, tmp_path).stdout
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def test_seeds_may_begin_with_one_layout(points, tmp_path):
 def test_another_method_is_refused(points, tmp_path):
     train(points, tmp_path)
     said = error("train", "mlp", "--data", points, "--out", tmp_path, *SMALL, "--method", "fixed")
-    assert "begun with: model.method set" in said
-    assert "take a new folder" in said
+    assert "the run's settings: model.method set" in said
+    assert "use a new folder" in said
 
 
 def test_sizes_as_one_types_them():

@@ -138,9 +138,9 @@ def test_a_signal_saves_and_says_how_to_go_on(number, book, tmp_path, monkeypatc
         patch.setattr(CharLMTask, "inputs", interrupting)
         out = train(book, tmp_path, "--steps", 12, code=128 + number).stdout
     assert "stopped after step 7 of 12" in out
-    assert "The same command goes on." in out
+    assert "The same command resumes." in out
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
-    assert "goes on after step 7" in train(book, tmp_path, "--steps", 12).stdout
+    assert "resumes after step 7" in train(book, tmp_path, "--steps", 12).stdout
 
 
 def test_a_loss_that_is_not_a_number_ends_in_one_line(book, tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_another_text_or_model_is_refused(trained, book, tmp_path):
     arguments = ["--out", trained / "sparse0", *TINY, "--steps", 20, "--eval-every", 5]
     assert "text.sha256" in error("train", "charlm", "--text", tmp_path / "other.txt", *arguments)
     said = error("train", "charlm", "--text", book, *arguments, "--width", 72, "--batch", 4)
-    assert "begun with: model.width 64, batch 8, got model.width 72, batch 4; take a new folder" in said
+    assert "the run's settings: model.width 64, batch 8, got model.width 72, batch 4; use a new folder" in said
 
 
 def test_a_folder_that_cannot_be_made(book, tmp_path):
@@ -266,7 +266,7 @@ def test_runs_on_different_texts_do_not_compare(trained, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["task"]["text"]["sha256"] = "0" * 16
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "these runs are of different data" in " ".join(run("compare", trained / "dense", tmp_path).stdout.split())
+    assert "these runs have different data" in " ".join(run("compare", trained / "dense", tmp_path).stdout.split())
 
 
 def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_path):
@@ -310,7 +310,7 @@ def test_means_leave_out_runs_that_are_behind_and_copies(trained, tmp_path):
     assert group.held_out == expected
     said = run("compare", *whole, behind, copy).stdout
     assert "2 of 4" in said
-    assert "means leave out runs that are behind the others" in said
+    assert "means leave out runs that lag behind" in said
     assert "leave out" not in run("compare", *whole).stdout
 
 
@@ -333,6 +333,6 @@ def test_a_finished_run_goes_on_with_more_steps(book, tmp_path):
 def test_mistakes_about_runs(trained, tmp_path):
     assert "run: expected a folder with a run's config.json" in error("compare", tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert "expected that of a run" in error("compare", tmp_path)
+    assert "expected a run's, text" in error("compare", tmp_path)
     pytest.importorskip("matplotlib")
     assert "out: expected a PNG file to write" in error("compare", trained / "dense", "--out", "/no/such/folder/c.png")

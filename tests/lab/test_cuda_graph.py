@@ -89,7 +89,7 @@ def test_where_a_capture_fails_it_goes_on_without(calls):
     for number in range(4):
         step(torch.tensor(number))
     assert seen == [("called", number) for number in range(4)]
-    assert notes == ["no CUDA graph: operation not permitted. It goes on without, slower"]
+    assert notes == ["training without a CUDA graph, which is slower: operation not permitted"]
 
 
 @pytest.mark.gpu

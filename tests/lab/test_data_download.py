@@ -104,7 +104,7 @@ def test_another_checksum_is_not_kept(server, cache):
 def test_a_server_that_is_gone(server, cache):
     server.shutdown()
     server.server_close()
-    with pytest.raises(BlockSparseError, match=r"or the files at hand in a folder given by --data-dir, got no connect"):
+    with pytest.raises(BlockSparseError, match=r"or a folder with the files as --data-dir, got no connect"):
         download.fetch(f"{server.url}/a.txt", sha256(b""), "a.txt")
 
 

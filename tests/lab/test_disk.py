@@ -143,7 +143,9 @@ def test_a_second_process_is_refused_and_the_first_goes_on(no_curves, tmp_path):
         def loss(self, step):
             if step == 1:
                 before = (tmp_path / "run" / "log.jsonl").read_bytes()
-                with pytest.raises(BlockSparseError, match="expected a run to itself, got one that trains already"):
+                with pytest.raises(
+                    BlockSparseError, match="expected a run that no other process trains, got one in training"
+                ):
                     Trainer(Line(), tmp_path / "run", SETTINGS).train()
                 assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
             return super().loss(step)

@@ -111,7 +111,7 @@ def test_finished_runs_of_something_else_are_refused(tiny, tmp_path, at_work):
     whole = log.read_text()
     log.write_text("".join(whole.splitlines(keepends=True)[:-1]))
     assert "log.jsonl, held_out: expected" in (said := refused("--only", "dense"))
-    assert "as in result.json; take the folder away to train the run again" in said
+    assert "as in result.json; delete the folder to train the run again" in said
     log.write_text(whole)
     shutil.copytree(runs / "dense-0", runs / "wide-0")
     assert "wide-0" in refused("--cores", "2")
@@ -129,7 +129,7 @@ def test_without_a_name_they_are_listed_and_what_wants_a_gpu_is_left_out(tiny, t
     folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "1", *folders])
     assert done.exit_code == 0, done.output
-    assert "4 runs are left out, which want a GPU" in done.output
+    assert "4 runs are left out because they need a GPU" in done.output
     assert "0 runs are missing" in done.output
 
 

@@ -277,7 +277,7 @@ def beginnings(monkeypatch):
 def test_the_experiment(tmp_path, beginnings):
     small, of = beginnings
     runs = tmp_path / "imdb-finetuned"
-    with pytest.raises(BlockSparseError, match="dense: expected the run of imdb-long that it begins with"):
+    with pytest.raises(BlockSparseError, match="dense: expected a finished run of imdb-long to start from"):
         of.trainer("dense", 0, runs / "dense-0", splits())
     for trainer in small.trainers(tmp_path / "imdb-long", seeds=of.seeds):
         trainer.train()
@@ -348,7 +348,7 @@ def test_bad_input(tmp_path):
         (lambda: model(torch.tensor([[256]])), "expected rows of a table that has 256, got 256"),
         (lambda: model([[3, 4]]), "text: expected integers .*, got list"),
         (lambda: model(torch.ones(1, 2)), "text: expected integers .*, got torch.float32"),
-        (lambda: TextClassifier.of(model.reader), "reader: expected a language model with its outlet"),
+        (lambda: TextClassifier.of(model.reader), "reader: expected a language model with its output layer"),
         (lambda: FinetuneSettings(longest=0), "longest: expected an int, 1 or more"),
         (lambda: FinetuneSettings(batch="8"), "batch: expected an int, 1 or more, got '8'"),
         (lambda: FinetuneSettings(dropout=None), "dropout: expected a finite number"),

@@ -241,7 +241,7 @@ def test_bad_input(tmp_path):
         (lambda: trainer(model=replace(SMALL, sparse=3)), "sparse: expected groups that divide 8 filters"),
         (
             lambda: trainer(where="run", model=replace(SMALL, depth=1)).train(),
-            "expected what the run there was begun",
+            "expected the run's settings",
         ),
         (lambda: pixelcnn.load(tmp_path), "checkpoint: expected a file"),
         (lambda: pixelcnn.load(broken), "expected a whole checkpoint"),

@@ -362,7 +362,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
         skip=("recurrent.weight_ih_l0",),
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
-    with pytest.raises(BlockSparseError, match="threshold: expected the dense run of this seed before it"):
+    with pytest.raises(BlockSparseError, match="threshold: expected the finished dense run of this seed"):
         list(experiment.trainers(tmp_path / "runs" / "tiny", only=["threshold"]))
     invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     table, found = (

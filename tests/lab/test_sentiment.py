@@ -311,7 +311,7 @@ def test_the_command_reports_and_writes(run, tmp_path):
     assert said.exit_code == 0, said.output
     assert "96 texts to fit, 12 to choose with, 12 to test" in said.stdout
     assert "TF-IDF" in said.stdout
-    assert "quick look" not in said.stdout
+    assert "quick test" not in said.stdout
     found = json.loads((tmp_path / "run" / "sentiment-films.json").read_text())
     result = found["result"]
     assert result["texts"] == {"train": 96, "validation": 12, "test": 12}
@@ -359,7 +359,7 @@ def test_standardized_by_the_training_part_alone():
 def test_a_limit_is_said(run, tmp_path):
     said = call("run", "--data", "films.csv", "--limit", "20")
     assert "20 texts to fit, 12 to choose with, 12 to test" in said.stdout
-    assert "a quick look: 44 of 120 texts, by --limit" in said.stdout
+    assert "a quick test of 44 of 120 texts (--limit)" in said.stdout
     assert (tmp_path / "run" / "sentiment-films-limit20.json").exists()
 
 
@@ -369,7 +369,7 @@ def test_a_probe_that_uses_nothing_says_so(run, tmp_path, monkeypatch):
     )
     said = call("run", "--data", "films.csv")
     assert said.exit_code == 0, said.output
-    assert "all coefficients are zero, so there is no best unit" in said.stdout
+    assert "all coefficients are zero, and there is no best unit" in said.stdout
     assert json.loads((tmp_path / "run" / "sentiment-films.json").read_text())["result"]["unit"] is None
     assert not (tmp_path / "run" / "sentiment-films.png").exists()
 

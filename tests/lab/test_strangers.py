@@ -223,7 +223,7 @@ def stopped(tmp_path):
         ("model.weight", torch.zeros(2, 4), r"model\.weight: expected \[2, 3\], torch\.float32, got \[2, 4\]"),
         ("model.weight", torch.zeros(2, 3).double(), "got .2, 3., torch.float64"),
         ("model.bias", None, r"model\.bias: expected \[2\], torch.float32, got none"),
-        ("model.colour", torch.zeros(1), "expected the tensors of the model, got model.colour besides"),
+        ("model.colour", torch.zeros(1), "expected only tensors of the model, got model.colour"),
         ("ema.weight", torch.zeros(3), r"ema\.weight: expected \[2, 3\]"),
         ("ema.weight", None, "ema.weight only in one"),
         ("optimizer.weight.exp_avg", torch.zeros(1), r"optimizer\.weight\.exp_avg: expected \[2, 3\], got \[1\]"),
@@ -287,8 +287,8 @@ def test_a_width_that_finds_no_room(pattern, tmp_path):
     (tmp_path / "text").write_bytes(b"a rose is a rose. " * 500)
     arguments = ["train", "charlm", "--out", tmp_path / "run", "--text", tmp_path / "text", "--batch", 2, "--seq", 8]
     said = error(*arguments, "--pattern", pattern, "--width", 3_200_000_000)
-    assert "width 3,200,000,000, layers 1: expected a model that trains in the " in said
-    assert "which take " in said
+    assert "width 3,200,000,000, layers 1: expected a model that trains in the available " in said
+    assert "which need " in said
     assert "params 1,000,000,000,000,000: expected" in error(*arguments, "--params", "1000000G")
     assert not (tmp_path / "run").exists()
 
@@ -302,7 +302,7 @@ def test_other_models_that_find_no_room(tmp_path, monkeypatch):
         lambda: pixelcnn.PixelCNNConfig(filters=10**6).build(1),
         lambda: resnet.trainer(resnet.ResNetSettings(width=10**6), images(noise), tmp_path / "run"),
     ):
-        with pytest.raises(BlockSparseError, match=r"expected a model that trains in the 0\.0 GB there are"):
+        with pytest.raises(BlockSparseError, match=r"expected a model that trains in the available 0\.0 GB"):
             make()
 
 

@@ -129,7 +129,7 @@ def breaks(run):
 def test_numbers_that_are_not_finite_in_one_process_stop_all(processes, tmp_path):
     ours, theirs = processes(2)(breaks, tmp_path)
     assert ours == theirs
-    assert "step 0: expected finite parameters, got others in outlet.bias" in ours
+    assert "step 0: expected finite parameters, got values that are not in outlet.bias" in ours
 
 
 @pytest.mark.full

@@ -358,7 +358,7 @@ def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, t
     content, about = checkpoint.load(path)
     del about["settings"]["optimizer"], about["settings"]["momentum"]
     checkpoint.save(path, content, about)
-    with pytest.raises(BlockSparseError, match="optimizer adam, got optimizer sgd; take a new folder"):
+    with pytest.raises(BlockSparseError, match="optimizer adam, got optimizer sgd; use a new folder"):
         Trainer(Walk(), tmp_path, replace(SETTINGS, optimizer="sgd")).train()
     Trainer(Walk(), tmp_path, SETTINGS).train()
     assert_same(tmp_path, whole)
@@ -377,14 +377,14 @@ def test_the_settings_of_a_recipe_identify_its_run(tmp_path):
     Trainer(Walk(), tmp_path, settings).train()
     saved = json.loads((tmp_path / "config.json").read_text())["settings"]
     assert saved == json.loads(json.dumps(asdict(settings)))
-    with pytest.raises(BlockSparseError, match="begun with: stride 3, got stride 2; take a new folder"):
+    with pytest.raises(BlockSparseError, match="the run's settings: stride 3, got stride 2; use a new folder"):
         Trainer(Walk(), tmp_path, replace(settings, stride=2)).train()
     values, about = checkpoint.load(tmp_path / "last.safetensors")
     del about["settings"]["stride"]
     checkpoint.save(tmp_path / "last.safetensors", values, about)
     Trainer(Walk(), tmp_path, replace(settings, steps=30, decay=SETTINGS.decay)).train()
     assert checkpoint.about(tmp_path / "last.safetensors")["settings"]["stride"] == 3
-    with pytest.raises(BlockSparseError, match="begun with: warmup 4, got warmup 5; take a new folder"):
+    with pytest.raises(BlockSparseError, match="the run's settings: warmup 4, got warmup 5; use a new folder"):
         Trainer(Walk(), tmp_path, replace(settings, steps=30, warmup=5)).train()
 
 
@@ -414,7 +414,7 @@ def test_an_extension_that_is_stopped_is_not_taken_for_finished(tmp_path):
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ({"name": "talk"}, {}, "begun with: data.name walk, got data.name talk; take a new folder"),
+        ({"name": "talk"}, {}, "the run's settings: data.name walk, got data.name talk; use a new folder"),
         ({}, {"learning_rate": 0.1, "clip": 1.0}, "learning_rate 0.02, clip 0.5, got learning_rate 0.1, clip 1.0"),
         ({}, {"steps": 20}, "steps 24, got steps 20"),
     ],
@@ -475,7 +475,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
         trainer.train()
     said = str(error.value)
     assert said.startswith("step 10: expected a finite loss and gradient, got loss nan, gradient of norm nan.")
-    assert "last.safetensors is whole" in said
+    assert "last.safetensors is intact" in said
     assert "a lower learning rate than 0.02" in said
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
     assert all(p.isfinite().all() for p in trainer.parameters.values())
@@ -491,7 +491,9 @@ def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     task, watch = Walk(), Callback()
     watch.after_step = lambda step: step == 7 and torch.nn.init.constant_(task.model[0].bias, float("inf"))
-    with pytest.raises(BlockSparseError, match=r"step 7: expected finite parameters, got others in 0\.bias"):
+    with pytest.raises(
+        BlockSparseError, match=r"step 7: expected finite parameters, got values that are not in 0\.bias"
+    ):
         Trainer(task, tmp_path, SETTINGS).train(watch)
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 0
 

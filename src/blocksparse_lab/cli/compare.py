@@ -46,12 +46,12 @@ def compare(
     console.print(_table(found, narrow=console.width < 100))
     data = [of for run in found if isinstance(of := run.task.get("text", run.task.get("data")), dict)]
     if any(of != data[0] for of in data) or len({run.unit for run in found}) > 1:
-        say(console, "these runs are of different data: their held-out figures do not compare", "yellow")
+        say(console, "these runs have different data: do not compare their held-out figures", "yellow")
     if len(grouped) < len(found):
         console.print()
         console.print(_seeds(grouped))
         if any(len(group.counted) < len(group.runs) for group in grouped):
-            say(console, "means leave out runs that are behind the others, and all but one of a seed", "yellow")
+            say(console, "means leave out runs that lag behind, and all but one run per seed", "yellow")
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
         write(console, "json", json_file, content)

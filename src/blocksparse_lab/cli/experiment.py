@@ -149,7 +149,7 @@ def _side_by_side(
     wanted = queue.missing(chosen, runs, only, seeds)
     jobs = [job for job in wanted if job.experiment.minutes is not None or cuda.is_available()]
     if without := len(wanted) - len(jobs):
-        say(console, f"{without} runs are left out, which want a GPU", "yellow")
+        say(console, f"{without} runs are left out because they need a GPU", "yellow")
     cores = queue.idle_cores() if cores is None else cores
     work = sum(job.experiment.hours(job.contender) or 0 for job in jobs)
     say(console, f"{len(jobs)} runs are missing, some {work:.1f} hours of a core; {cores} at a time")
@@ -178,7 +178,7 @@ def _side_by_side(
                 unwritten = True
                 say(console, f"error: {error}", "red")
     if left:
-        say(console, f"{len(left)} of {len(jobs)} runs are left; the same command goes on", "yellow")
+        say(console, f"{len(left)} of {len(jobs)} runs are left; the same command resumes", "yellow")
     if caught or broken or unwritten:
         raise typer.Exit(128 + caught[0] if caught else 1)
 

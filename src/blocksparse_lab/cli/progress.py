@@ -32,7 +32,7 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
         console.print(line, style="dim" if 1 < nth == len(about) else None, highlight=False)
     if trainer.settings.warmup > trainer.settings.steps:
         rises = f"the learning rate rises over {trainer.settings.warmup:,} steps (--warmup)"
-        say(console, f"{rises}, more than there are: it stays below its highest", "yellow")
+        say(console, f"{rises}, more than the run has: it never reaches its maximum", "yellow")
     try:
         counted = TaskProgressColumn() if trainer.facts.get("epochs") else MofNCompleteColumn()
         columns = TextColumn("{task.fields[shown]}"), BarColumn(bar_width=16), counted, *LEFT
@@ -40,7 +40,7 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
             result = trainer.train(_Bar(progress, trainer))
     except Interrupted as stop:
         at = _at(trainer, stop.step)
-        say(console, f"stopped after {at}; {trainer.path} is saved. The same command goes on.", "yellow")
+        say(console, f"stopped after {at}; saved {trainer.path}. The same command resumes.", "yellow")
         raise typer.Exit(128 + stop.number) from None
     epochs = trainer.facts.get("epochs")
     done = plural(epochs, "epoch") if epochs else f"{result['steps']:,} steps"
@@ -51,7 +51,7 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
         f"{_duration(result['seconds'])}, {_speed(trainer, result)}",
         highlight=False,
     )
-    say(console, f"{trainer.path} and result.json are there", "dim")
+    say(console, f"wrote {trainer.path} and result.json", "dim")
 
 
 class _Bar(Callback):
@@ -68,7 +68,7 @@ class _Bar(Callback):
         if step == total:
             self.console.print("this run is finished", style="green")
         elif step:
-            self.console.print(f"goes on after {_at(self.trainer, step)}", style="green", highlight=False)
+            self.console.print(f"resumes after {_at(self.trainer, step)}", style="green", highlight=False)
         self.task = self.progress.add_task("", total=total, completed=step, shown="training")
 
     def after_step(self, step: int) -> None:

@@ -86,7 +86,7 @@ def sentiment(
     say(console, "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes), "dim")
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)
-        said = f"a quick look: {sum(sizes):,} of {full:,} texts, by --limit; not to be compared with published results"
+        said = f"a quick test of {sum(sizes):,} of {full:,} texts (--limit); do not compare it with published results"
         say(console, said, "yellow")
     console.print(_table(result))
     for line in [*_remarks(result), *filter(None, [cache.note])]:
@@ -109,9 +109,7 @@ def sentiment(
         try:
             recipe.picture(base.with_name(f"{base.name}.png"), result, machine.where(facts))
         except OSError as error:
-            raise BlockSparseError.expected(
-                "out", "a folder with room to write to", f"{base}: {error.strerror}"
-            ) from error
+            raise BlockSparseError.expected("out", "a folder to write to", f"{base}: {error.strerror}") from error
     write(console, "out", base.with_name(f"{base.name}.json"), content, " and .png" if result.unit is not None else "")
 
 
@@ -138,9 +136,9 @@ def _power(strength: float) -> str:
 def _remarks(result: Result) -> list[str]:
     remarks = []
     if result.unit is None:
-        remarks.append("no feature helps on the validation part: all coefficients are zero, so there is no best unit")
+        remarks.append("no feature helps on the validation part: all coefficients are zero, and there is no best unit")
     if not result.probe.converged:
-        remarks.append("the solver stopped at its limit of iterations: the coefficients are not quite the best")
+        remarks.append("the solver reached its limit of iterations; the coefficients are approximate")
     strengths = list(result.probe.tried)
     if result.unit is not None and result.probe.strength == strengths[-1]:
         remarks.append(f"C {_power(strengths[-1])} is the largest that was tried")

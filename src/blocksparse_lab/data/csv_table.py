@@ -179,7 +179,7 @@ def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
     numbers = list(map(float, names))
     count, whole = len(numbers), all(map(float.is_integer, numbers))
     if count > (max(1000, rows // 2) if whole else min(max(20, rows // 2), 1000)):
-        wanted = "labels of classes (words, where there are that many)"
+        wanted = "labels of classes (as words, if there are so many)"
         got = f"{count:,} different numbers in {rows:,} rows, which looks like the target of a regression"
         raise BlockSparseError.expected(where, wanted, got)
 

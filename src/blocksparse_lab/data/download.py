@@ -52,7 +52,7 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
         # requests raises OSErrors; pooch's error for a wrong checksum is a ValueError, as are ours.
         raise BlockSparseError.expected(
             name,
-            f"a download from {url} to {target.parent}, or the files at hand in a folder given by --data-dir",
+            f"a download from {url} to {target.parent}, or a folder with the files as --data-dir",
             _reason(error, url),
         ) from error
     return target

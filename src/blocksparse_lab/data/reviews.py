@@ -73,7 +73,7 @@ class Splits:
         [0, 1, 1, 1]
         """
         if count < 2:
-            raise BlockSparseError.expected("limit", "2 texts or more, so that both classes are there", count)
+            raise BlockSparseError.expected("limit", "2 texts or more, for both classes", count)
 
         def part(of: Labelled) -> Labelled:
             return of if len(of) <= count else of.take(stratified(of.labels, count, seed)[0])

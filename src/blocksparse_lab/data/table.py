@@ -46,7 +46,7 @@ class Table:
             name = f"{self.name}, {part}"
             check(name, rows, labels, torch.float32, [self.features], len(self.classes))
             if not all(bool(some.isfinite().all()) for some in rows.split(_ROWS_AT_ONCE)):
-                raise BlockSparseError.expected(name, "finite numbers", "others")
+                raise BlockSparseError.expected(name, "finite numbers", "infinite ones or NaN")
 
     def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
         parts = {"train": (self.train, self.train_labels), "test": (self.test, self.test_labels)}

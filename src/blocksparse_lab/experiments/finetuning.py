@@ -68,7 +68,7 @@ class FineTuningExperiment(Experiment):
         if begun is None:
             return finetune.trainer(charlm.network(config), data, run, settings)
         if not self._models.is_finished(begun):
-            needed = f"the run of {self.begins} that it begins with: blocksparse experiment {self.begins}"
+            needed = f"a finished run of {self.begins} to start from: blocksparse experiment {self.begins}"
             raise BlockSparseError.expected(contender, needed, f"none in {begun}")
         reader = charlm.load(begun)
         if reader.config != config:

@@ -128,7 +128,7 @@ class PruningExperiment(Experiment):
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
-            needed = "the dense run of this seed before it, whose weights say where its threshold ends"
+            needed = "the finished dense run of this seed, whose weights set the threshold"
             raise BlockSparseError.expected("threshold", needed, f"none in {dense}")
         return sparsity.percentiles(self.opened(dense))
 

@@ -208,7 +208,7 @@ def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None)
         raise BlockSparseError.expected("sparse", f"groups that divide {filters} filters", repr(groups))
     if block_size is not None:
         if groups is None:
-            raise BlockSparseError.expected("block_size", "None where there are no groups", block_size)
+            raise BlockSparseError.expected("block_size", "None without groups", block_size)
 
         def layouts(outputs: int, inputs: int) -> BlockLayout:
             return patterns.shuffled_block_diagonal((outputs, inputs), block_size, groups)

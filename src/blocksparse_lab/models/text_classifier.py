@@ -60,7 +60,9 @@ class TextClassifier(nn.Module):
         self.config = config
         self.reader = CharLM(config) if reader is None else reader
         if not hasattr(self.reader, "outlet"):
-            raise BlockSparseError.expected("reader", "a language model with its outlet", "a classifier's part")
+            raise BlockSparseError.expected(
+                "reader", "a language model with its output layer", "a part of a classifier"
+            )
         dtype = self.reader.outlet.weight.dtype
         del self.reader.outlet
         self.dropout = nn.Dropout(config.dropout)

@@ -98,7 +98,9 @@ def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[s
         crow, cols, values = (tensors.get(f"{name}.{key}") for key in ("crow_indices", "col_indices", "values"))
         if crow is not None:
             if cols is None or values is None or values.dim() != 3 or not outputs or not values.numel():
-                raise BlockSparseError.expected(f"{path}, {name}", "blocks with their places, and outputs", "others")
+                raise BlockSparseError.expected(
+                    f"{path}, {name}", "blocks with their indices, and outputs", "something else"
+                )
             height, width = values.shape[1:]
             grid = -(-outputs // height), -(-features // width)
             layout = layout_of_indices(crow.clone(), cols.clone(), grid, (height, width))

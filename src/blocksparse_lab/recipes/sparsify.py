@@ -96,7 +96,7 @@ def folder(out: str | Path, model: str | Path) -> Path:
     """Make the folder to write to before any work; raise if it is the model's own."""
     out, model = Path(out), Path(model)
     if out.resolve() in (model.resolve(), model.resolve().parent):
-        raise BlockSparseError.expected("out", "another folder than the model's, which stays as it is", out)
+        raise BlockSparseError.expected("out", "another folder than the model's", out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

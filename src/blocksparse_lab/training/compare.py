@@ -170,7 +170,7 @@ def read(path: str | Path) -> Run:
     config = read_json(there)
     for key, (kind, wanted) in _CONFIG.items():
         if not isinstance(config.get(key), kind) or isinstance(config[key], bool):
-            raise BlockSparseError.expected(f"{there}, {key}", f"that of a run, {wanted}", f"{config.get(key)!r:.99}")
+            raise BlockSparseError.expected(f"{there}, {key}", f"a run's, {wanted}", f"{config.get(key)!r:.99}")
     integer(f"{there}, steps", config["settings"].get("steps"), 1, 2**63)
     integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
     # Values that are not numbers, or too large to compute with, count as unknown.
@@ -178,7 +178,7 @@ def read(path: str | Path) -> Run:
     result = resume.read(path / "result.json") if (path / "result.json").exists() else None
     run = Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
     if result is not None and _is_number(ended := result.get("held_out")) and run.held_out != ended:
-        wanted = f"{ended} last, as in result.json; take the folder away to train the run again"
+        wanted = f"{ended} last, as in result.json; delete the folder to train the run again"
         raise BlockSparseError.expected(f"{path / 'log.jsonl'}, held_out", wanted, run.held_out)
     return run
 

@@ -72,6 +72,6 @@ class GraphedStep:
         except Exception as error:
             self._failed = True
             lines = str(error).splitlines() or [type(error).__name__]
-            self._note(f"no CUDA graph: {lines[0]}. It goes on without, slower")
+            self._note(f"training without a CUDA graph, which is slower: {lines[0]}")
             return
         self._graph = graph

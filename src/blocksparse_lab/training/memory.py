@@ -22,12 +22,12 @@ def check_room(what: str, parameters: float) -> None:
     blocksparse.errors.BlockSparseError: width 100,000,000: expected a model that trains in ..., got ...
     """
     try:
-        there = available_memory()
+        available = available_memory()
     except (OSError, ValueError):  # memory unknown on this system: the allocation itself will fail
         return
-    if BYTES * parameters > there:
+    if BYTES * parameters > available:
         raise BlockSparseError.expected(
             what,
-            f"a model that trains in the {there / 1e9:,.1f} GB there are",
-            f"one of {parameters:,.0f} parameters or more, which take {BYTES * parameters / 1e9:,.1f} GB",
+            f"a model that trains in the available {available / 1e9:,.1f} GB",
+            f"at least {parameters:,.0f} parameters, which need {BYTES * parameters / 1e9:,.1f} GB",
         )

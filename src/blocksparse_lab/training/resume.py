@@ -15,7 +15,7 @@ from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 
-_AGAIN = "without this file the run writes it again"
+_AGAIN = "delete this file and run again to rewrite it"
 
 
 class Progress(NamedTuple):
@@ -61,7 +61,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
             raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{list(tensor.shape)}, {tensor.dtype}")
 
     for unknown in stored.keys() - own.keys():
-        raise BlockSparseError.expected(str(path), "the tensors of the model", f"model.{unknown} besides")
+        raise BlockSparseError.expected(str(path), "only tensors of the model", f"model.{unknown}")
     for name, tensor in own.items():
         module, _, last = name.rpartition(".")
         if last in ("values", "crow_indices", "col_indices") and f"{module}.col_indices".removeprefix(".") in own:

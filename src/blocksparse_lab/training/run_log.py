@@ -36,7 +36,9 @@ class RunLog:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 self._file.close()
-                raise BlockSparseError.expected(str(run), "a run to itself", "one that trains already") from error
+                raise BlockSparseError.expected(
+                    str(run), "a run that no other process trains", "one in training"
+                ) from error
             except OSError:  # file systems without locks
                 pass
 
@@ -98,7 +100,7 @@ class RunLog:
         try:
             yield
         except OSError as error:
-            got = f"{error.strerror or error}; run again to go on from the checkpoint"
+            got = f"{error.strerror or error}; run again to resume from the checkpoint"
             raise BlockSparseError.expected(str(self.path), "room to write", got) from error
 
 

@@ -189,7 +189,7 @@ class Trainer:
                 self._call("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
         elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
-                str(self.run), "last.safetensors beside log.jsonl", "none; take a new folder"
+                str(self.run), "last.safetensors beside log.jsonl", "none; use a new folder"
             )
         else:
             parallel.seed_process(self.settings.seed, 0, self.rank)
@@ -300,9 +300,9 @@ class Trainer:
         tries = [f"a lower learning rate than {s.learning_rate:g}", f"a longer warmup than {s.warmup}", smaller]
         if s.dtype != "float32":
             tries.append("float32")
-        kept = f"{self.path} is whole, from before" if self.path.exists() else "nothing is saved yet"
+        saved = f"{self.path} is intact" if self.path.exists() else "Nothing is saved yet"
         return Diverged.expected(
-            at, expected, f"{got}. {kept}. Try, in another folder, {', '.join(tries[:-1])} or {tries[-1]}"
+            at, expected, f"{got}. {saved}. Try in another folder: {', '.join(tries[:-1])} or {tries[-1]}"
         )
 
     # -- logging and timing ------------------------------------------------------------------------------------------
@@ -374,7 +374,9 @@ class Trainer:
         learned = [*self.parameters.items(), *self.ema.items()]
         broken = [nth for nth, (_, tensor) in enumerate(learned, 1) if not sharding.local(tensor).isfinite().all()]
         if last := all_max(max(broken, default=0))[0]:  # only one rank may have it
-            raise self._diverged(f"step {self.step}", "finite parameters", f"others in {learned[last - 1][0]}")
+            raise self._diverged(
+                f"step {self.step}", "finite parameters", f"values that are not in {learned[last - 1][0]}"
+            )
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
         for name, parameter in self.parameters.items():
@@ -434,7 +436,7 @@ class Trainer:
             if (before := about.get("processes", 1)) != self.processes:
                 now = f"{self.processes} process{'es' * (self.processes > 1)}"
                 self._call(
-                    "note", f"goes on with {now}, after {before}: as before up to rounding and what dropout draws"
+                    "note", f"resumes on {now} after {before}: results may differ by rounding and by what dropout draws"
                 )
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
@@ -457,7 +459,7 @@ class Trainer:
                 for of in (theirs, mine)
             )
             raise BlockSparseError.expected(
-                str(self.run), f"what the run there was begun with: {expected}", f"{got}; take a new folder, or those"
+                str(self.run), f"the run's settings: {expected}", f"{got}; use a new folder, or these settings"
             )
 
 
