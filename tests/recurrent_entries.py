@@ -48,7 +48,7 @@ def an_lstm_forward(*layouts):
     multiplied = dict.fromkeys(("factor", "of_h", "m"), (3, 8)) if len(layouts) == 2 else {}
 
     def call(pre, gates, **rest):
-        of = cpu.Multiplied(*(rest[name] for name in multiplied)) if multiplied else None
+        of = cpu.MultiplicativeTerms(*(rest[name] for name in multiplied)) if multiplied else None
         cpu.forward(weights_of(rest, *layouts), RAGGED, pre, None, *states_of(rest), gates, of)
 
     return {**values_of(*layouts), "pre": (3, 32), **STATES, "gates": (3, 32), **multiplied}, call
@@ -62,7 +62,7 @@ def an_lstm_backward(*layouts):
         of = ()
         if multiplied:
             factor, of_h, *grads = (rest[name] for name in multiplied)
-            of = None, cpu.Multiplied(factor, of_h, of_h), grads
+            of = None, cpu.MultiplicativeTerms(factor, of_h, of_h), grads
         kept, grads = (gates, c_before, c_after), [rest[name] for name in GRADS]
         return cpu.backward(weights_of(rest, *layouts), RAGGED, kept, grads, *of)
 

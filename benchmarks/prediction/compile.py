@@ -33,7 +33,7 @@ import torch
 
 import blocksparse as bs
 import compile_kernels
-from blocksparse.ops.conv.triton import Shared
+from blocksparse.ops.conv.triton import InputSharing
 from blocksparse_lab.bench.conv_specs import GPU_REACH as CONV_REACH
 from blocksparse_lab.bench.conv_specs import ConvSpec
 from blocksparse_lab.bench.linear_specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
@@ -263,9 +263,9 @@ def _count_position_programs(launch: Launch, macs: float, spec: ConvSpec) -> dic
     if not macs:
         return {"macs": 0, "steps": 0, "cache": 0}
     m, n, k = (given[f"BLOCK_{axis}"] for axis in "MNK")
-    shared = Shared(*(given[name] for name in ("POSITIONS", "TAPS", "IN_STEP", "SHIFT_STEP")))
-    steps = macs / (shared.together * shared.taps * m * n * k)
-    loaded = shared.inputs * m * k + (shared.together * m * n if spec.pass_ == "wgrad" else shared.taps * n * k)
+    shared = InputSharing(*(given[name] for name in ("POSITIONS", "TAPS", "IN_STEP", "SHIFT_STEP")))
+    steps = macs / (shared.positions * shared.taps * m * n * k)
+    loaded = shared.inputs * m * k + (shared.positions * m * n if spec.pass_ == "wgrad" else shared.taps * n * k)
     return {"macs": macs, "steps": steps, "cache": steps * loaded * spec.torch_dtype.itemsize}
 
 

@@ -97,8 +97,8 @@ def test_positions_share_inputs_where_tensor_memory_has_room_for_their_sums(kind
     def of(pass_: str, block: int, taps: int) -> int:
         work = Work(pass_, torch.bfloat16, (block, block), 8192, 0.1)
         if pass_ == "wgrad":
-            return backend._wgrad_tile(work, Axis(28, 28, taps, 1, 1, 1), gpu)[1].together
-        return backend._tile(work, 8192, 28, taps, (1, 1), gpu)[1].together
+            return backend._wgrad_tile(work, Axis(28, 28, taps, 1, 1, 1), gpu)[1].positions
+        return backend._tile(work, 8192, 28, taps, (1, 1), gpu)[1].positions
 
     assert (*(of("wgrad", block, 3) for block in (16, 32, 64)), *(of("forward", 64, n) for n in (3, 4))) == together
 

@@ -429,7 +429,7 @@ def test_on_a_gpu(dtype, most, causal):
     ("queries", "keys", "remedy"),
     [
         (24, 40, r"layout\.crop\(24, 40\)"),
-        (96, 48, r"for inputs of this length, or of the longest, and layout\.crop"),
+        (96, 48, r"make a layout for the longest inputs, and use layout\.crop"),
         (44, 48, r"pad q, k and v to multiples of the block \(8, 8\)"),
     ],
 )

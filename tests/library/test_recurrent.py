@@ -11,7 +11,7 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core, recurrent
 from blocksparse.ops.linear.op import LINEAR
 from blocksparse.ops.recurrent import Steps, op, scan
-from blocksparse.ops.recurrent.op import Product
+from blocksparse.ops.recurrent.op import WeightProduct
 from linear_backends import CPU, FAST, SLOW, assert_close, running
 
 STEPS = {
@@ -126,10 +126,10 @@ def test_by_hand_as_by_definition(cell, sparse, steps):
 @pytest.mark.skipif(cpu_core.unavailable() is not None, reason="of the compiled kernels")
 @pytest.mark.parametrize(("cell", "products"), [("lstm", 1), ("mlstm", 2)])
 def test_gradients_by_a_transposed_copy_of_dense_weights(cell, products, monkeypatch):
-    copies, make = [], Product._copy
-    monkeypatch.setattr(Product, "_copy", lambda self, layout: copies.append(layout) or make(self, layout))
-    monkeypatch.setattr(op, "WIDE", 32)
-    monkeypatch.setattr(op, "TOKENS_OF_A_COPY", 10)
+    copies, make = [], WeightProduct._copy
+    monkeypatch.setattr(WeightProduct, "_copy", lambda self, layout: copies.append(layout) or make(self, layout))
+    monkeypatch.setattr(op, "COPY_FEATURES", 32)
+    monkeypatch.setattr(op, "COPY_TOKENS", 10)
     check(cell, Steps.equal(4, 8), False, torch.float32, hidden=64)
     # The eight tokens of the last step go without.
     assert len(copies) == 3 * products

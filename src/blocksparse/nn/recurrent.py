@@ -190,7 +190,7 @@ class Recurrent(MultiWeightModule):
                 steps: Any = times._replace(reverse=bool(direction))
                 y, h, c = self._run(
                     self._suffix(layer, direction), data, index, hs[cell], cs[cell],
-                    steps if in_graph else steps.spelled(),
+                    steps if in_graph else steps.to_steps(),
                 )  # fmt: skip
                 outputs.append(_unpadded(y, real))
                 finals.append((_unpadded(h, real), _unpadded(c, self.hidden_size)))

@@ -1,4 +1,4 @@
-"""Attention in which a layout says which queries see which keys."""
+"""Attention in which a layout defines which keys each query sees."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Computes softmax(scale q k^T) v, where each query sees only the keys of the stored blocks in its row.
+    """Return softmax(scale q k^T) v, where each query sees only the keys of the stored blocks in its row.
 
     Args:
         q: `[batch, heads, queries, d]`.
         k: `[batch, heads, keys, d]`.
         v: `[batch, heads, keys, d_v]`.
-        layout: of shape (queries, keys); one for all heads, or a list of one for each.
-        causal: a query sees, of those keys, only the ones that are not behind it: key j <= query i, also where the
-            queries are the last ones of a longer text (leave it out there, and choose the blocks).
-        scale: by default d^-0.5.
+        layout: of shape (queries, keys); one for all heads, or a list with one per head.
+        causal: query i sees only keys j <= i of these keys. Leave it False if the queries are the end of a longer text,
+            and choose the blocks instead.
+        scale: the factor of the scores; d^-0.5 by default.
 
-    Time and memory grow with the number of stored blocks. On a GPU this is PyTorch's FlexAttention with a `BlockMask`
-    made of the layout, on a CPU a kernel of the compiled core. Elsewhere, on a GPU in float64, and in PyTorch's
-    transforms, each row's keys are gathered for `scaled_dot_product_attention`. A compiled graph has FlexAttention or
-    one operation, whose backward pass computes the forward pass again; another layout is compiled again. An exported
-    graph grows with the rows of blocks, as it has PyTorch's own operations only.
-    FlexAttention works in tiles. Without gradients, and from 128 queries on, these are of 32, 64 or 128, as fit the
-    blocks: of random blocks of 32, density 0.1, 8192 tokens, d 64, bfloat16, on an H100 the forward pass is 3.8 times
-    as fast as dense attention. With gradients there are only tiles of 128, of which such blocks touch 81 %, and it is
-    0.12 times as fast: blocks to train with on a GPU are of 128.
+    Time and memory grow with the number of stored blocks. A GPU runs PyTorch's FlexAttention with a `BlockMask` made of
+    the layout, a CPU runs a kernel of the compiled core. On other devices, on a GPU in float64, and in PyTorch's
+    transforms, the keys of each row are gathered for `scaled_dot_product_attention`. A compiled graph contains
+    FlexAttention or one op, whose backward pass computes the forward pass again; each layout is compiled separately. An
+    exported graph contains PyTorch's own operations only, and grows with the rows of blocks.
 
-    Under `torch.autocast` q, k and v are cast, as those of `scaled_dot_product_attention` are.
+    FlexAttention works in tiles. Without gradients and with 128 queries or more, a tile is as large as the blocks: 32,
+    64 or 128. For random blocks of 32, density 0.1, 8192 tokens, d 64 and bfloat16, the forward pass on an H100 is 3.8
+    times as fast as dense attention. With gradients every tile is 128; such blocks touch 81 % of these tiles, and the
+    step has 0.12 times the speed of dense attention. To train on a GPU, use blocks of 128.
+
+    Under `torch.autocast`, q, k and v are cast, as for `scaled_dot_product_attention`.
 
     Returns:
         `[batch, heads, queries, d_v]`; exactly 0 for queries that see no key.
 
     Raises:
-        BlockSparseError: shapes that do not fit each other or the layout, mixed dtypes or devices, a list of layouts
-            that is not as long as there are heads.
+        BlockSparseError: shapes do not fit each other or the layout, dtypes or devices are mixed, or the number of
+            layouts in a list is not the number of heads.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -83,7 +84,7 @@ def attention(
         raise BlockSparseError.expected("scale", "a number or None", repr(scale))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     backend = ATTENTION.on(q.device, q.dtype)
-    # Exported graphs consist of PyTorch's own operations, so that other runtimes can have them.
+    # Exported graphs use PyTorch's own operations, so that other runtimes can run them.
     if backend is gathered and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return in_graph(q, k, v, layouts, bool(causal), scale)
     y: Tensor = backend.attention(q, k, v, layouts, bool(causal), scale)
@@ -95,12 +96,12 @@ def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
         if tensor.dtype != q.dtype or tensor.device != q.device or not tensor.is_floating_point():
-            wanted = f"floating point, the dtype and the device of q, {q.dtype} and {q.device}"
-            raise BlockSparseError.expected(name, wanted, f"{tensor.dtype} and {tensor.device}")
+            expected = f"floating point, the dtype and the device of q, {q.dtype} and {q.device}"
+            raise BlockSparseError.expected(name, expected, f"{tensor.dtype} and {tensor.device}")
     batch, heads, queries, d = q.shape
     if list(k.shape[:2]) != [batch, heads] or k.shape[3] != d:
         raise BlockSparseError.expected("k", f"[{batch}, {heads}, keys, {d}], as of q", list(k.shape))
-    # Number by number: a graph in which sizes are left open has a node for each comparison.
+    # Separate comparisons, because a graph with dynamic sizes has a node for each.
     if v.shape[0] != batch or v.shape[1] != heads or v.shape[2] != k.shape[2]:
         raise BlockSparseError.expected("v", f"[{batch}, {heads}, {k.shape[2]}, d_v], as of k", list(v.shape))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
@@ -117,17 +118,17 @@ def _all_equal(*layouts: BlockLayout) -> bool:
     return len(set(layouts)) == 1
 
 
-# Dynamo runs it as it is, as it cannot trace how layouts are compared.
+# Dynamo calls this function, because it cannot trace how layouts are compared.
 _all_equal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
-    wanted = f"the shape (queries, keys) = ({queries}, {keys})"
+    expected = f"the shape (queries, keys) = ({queries}, {keys})"
     height, width = layout.block_shape
     if queries % height or keys % width:
         remedy = f"pad q, k and v to multiples of the block {layout.block_shape}, or use a block size that divides both"
     elif queries <= layout.shape[0] and keys <= layout.shape[1]:
-        remedy = f"layout.crop({queries}, {keys}) is its first part"
+        remedy = f"layout.crop({queries}, {keys}) has it"
     else:
-        remedy = "make one for inputs of this length, or of the longest, and layout.crop(queries, keys) for others"
-    return BlockSparseError.expected("layout", f"{wanted}: {remedy}", repr(layout))
+        remedy = "make a layout for the longest inputs, and use layout.crop(queries, keys) for others"
+    return BlockSparseError.expected("layout", f"{expected}: {remedy}", repr(layout))

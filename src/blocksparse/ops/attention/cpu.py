@@ -1,4 +1,4 @@
-"""Block-sparse attention on the CPU: tensors and layouts to addresses, two calls into the compiled core."""
+"""Block-sparse attention on the CPU: the forward and the backward pass are one call of the compiled core each."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from ..registry import can_bypass_dispatcher, needs_grad
 from ..torch_op import call_per_batched_grad
 from . import gathered
 
-# The core takes whole vectors of features, of any instruction set.
-FEATURES = 16
-# CPUs with instructions for bfloat16 use them in PyTorch's own kernels.
-PAIRS = ("avx512_bf16", "amx")
-# Narrower blocks of keys would mostly be padding of vectors.
-LEAST_KEYS = 4
+# The core needs a multiple of this number of features: whole vectors of any instruction set.
+FEATURE_STEP = 16
+# On CPUs with bfloat16 instructions, PyTorch's own kernels use them.
+BFLOAT16_ISAS = ("avx512_bf16", "amx")
+# Narrower blocks of keys would be mostly padding of vectors.
+MIN_BLOCK_KEYS = 4
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.compiler.is_compiling():
-        return "graphs are made of PyTorch's own operations"
+        return "graphs contain PyTorch's own operations"
     return cpu_core.refusal(device, dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    of_pytorch = q.dtype == torch.bfloat16 and cpu_core.isa() in PAIRS
-    if of_pytorch or layouts[0].block_shape[1] < LEAST_KEYS or not can_bypass_dispatcher(q, k, v):
+    pytorch_is_faster = q.dtype == torch.bfloat16 and cpu_core.isa() in BFLOAT16_ISAS
+    if pytorch_is_faster or layouts[0].block_shape[1] < MIN_BLOCK_KEYS or not can_bypass_dispatcher(q, k, v):
         return gathered.attention(q, k, v, layouts, causal, scale)
     return gathered.by_layout(q, k, v, layouts, partial(_of_layout, causal, scale))
 
@@ -60,17 +60,17 @@ def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layo
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Computes the gradients of q, k and v from that of y, without autograd."""
+    """Return the gradients of q, k and v from that of y, without autograd."""
     q_, k_, v_, grad_ = (_whole_vectors(each.to(accumulator(q.dtype))) for each in (q, k, v, grad))
     q_ = q_ * scale
     y, log_sum = forward(q_, k_, v_, layout, causal)
-    found = [each for each in backward(q_, k_, v_, y, log_sum, grad_, layout, causal) if each is not None]
-    found[0] = found[0] * scale
-    return tuple(each[..., : like.shape[-1]].to(like.dtype) for each, like in zip(found, (q, k, v), strict=True))
+    grads = [each for each in backward(q_, k_, v_, y, log_sum, grad_, layout, causal) if each is not None]
+    grads[0] = grads[0] * scale
+    return tuple(each[..., : like.shape[-1]].to(like.dtype) for each, like in zip(grads, (q, k, v), strict=True))
 
 
 def _whole_vectors(tensor: Tensor) -> Tensor:
-    more = -tensor.shape[-1] % FEATURES
+    more = -tensor.shape[-1] % FEATURE_STEP
     return F.pad(tensor, (0, more)) if more else tensor
 
 
@@ -98,27 +98,28 @@ class _Attention(torch.autograd.Function):
 def _differentiable(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool, grad: Tensor
 ) -> Sequence[Tensor | None]:
-    """The gradients as a function that autograd can differentiate again."""
+    """Return the gradients, computed by operations that autograd can differentiate again."""
     create_graph = torch.is_grad_enabled()
     wanted = [tensor for tensor in (q, k, v) if tensor.requires_grad]
-    # Of PyTorch's kernels only this one can be differentiated twice.
+    # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         y = gathered.attention(q, k, v, [layout], causal, 1.0)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph, materialize_grads=True))
-    return [next(found) if tensor.requires_grad else None for tensor in (q, k, v)]
+    grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph, materialize_grads=True))
+    return [next(grads) if tensor.requires_grad else None for tensor in (q, k, v)]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool) -> tuple[Tensor, Tensor]:
-    """y, and of each query the logarithm of the sum of the exponentials of its scores.
+    """Return y, and for each query the logarithm of the sum of the exponentials of its scores.
 
     Args:
-        q, k, v: `[batch, heads, queries or keys, features]` in float32 or float64, whole vectors of features; q scaled.
+        q, k, v: `[batch, heads, queries or keys, features]` in float32 or float64; features are a multiple of
+            `FEATURE_STEP`, and q is scaled.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    common, of_query, of_y = _common(q, k, v, layout, causal)
-    y, log_sum = workspace.empty(of_y, q.dtype, q.device), q.new_empty(of_query)
+    common, query_shape, y_shape = _common(q, k, v, layout, causal)
+    y, log_sum = workspace.empty(y_shape, q.dtype, q.device), q.new_empty(query_shape)
     cpu_core.core().attention_forward(
-        **common, y=address("y", y, of_y, q.dtype), log_sum=address("log_sum", log_sum, of_query, q.dtype)
+        **common, y=address("y", y, y_shape, q.dtype), log_sum=address("log_sum", log_sum, query_shape, q.dtype)
     )
     return y, log_sum
 
@@ -127,20 +128,21 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, layout: BlockLayout, causal: bool,
     needed: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of q, k and v from that of y; None where it is not needed, nor computed with another."""
+    """Return the gradients of q, k and v from that of y; None for q if it is not needed, for k and v if neither is."""
     q, k, v, grad, log_sum = (tensor.contiguous() for tensor in (q, k, v, grad, log_sum))
-    common, of_query, of_y = _common(q, k, v, layout, causal)
-    check_tensors(q.dtype, q.device, y=(y, of_y), grad=(grad, of_y))
+    common, query_shape, y_shape = _common(q, k, v, layout, causal)
+    check_tensors(q.dtype, q.device, y=(y, y_shape), grad=(grad, y_shape))
     delta = (grad * y).sum(-1)
-    # The core computes those of keys and values together, and takes the address 0 for none.
+    # The core computes the gradients of keys and values together; address 0 means that it skips one.
     keys = needed[1] or needed[2]
     grad_q, grad_k, grad_v = (
         workspace.empty_like(tensor) if need else None for tensor, need in ((q, needed[0]), (k, keys), (v, keys))
     )
     start, row = _columns(layout)
     cpu_core.core().attention_backward(
-        **common, grad=address("grad", grad, of_y, q.dtype), log_sum=address("log_sum", log_sum, of_query, q.dtype),
-        delta=address("delta", delta, of_query, q.dtype), column_start=start, row=row,
+        **common, grad=address("grad", grad, y_shape, q.dtype),
+        log_sum=address("log_sum", log_sum, query_shape, q.dtype),
+        delta=address("delta", delta, query_shape, q.dtype), column_start=start, row=row,
         grad_q=address("grad_q", grad_q, tuple(q.shape), q.dtype),
         grad_k=address("grad_k", grad_k, tuple(k.shape), q.dtype),
         grad_v=address("grad_v", grad_v, tuple(v.shape), q.dtype),
@@ -151,14 +153,14 @@ def backward(
 def _common(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool
 ) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
-    """What both passes take, and the shapes of what there is of each query and of y."""
+    """Return the arguments that both passes share, the shape of a number per query, and the shape of y."""
     check_int32(layout)
     if q.dtype not in (torch.float32, torch.float64):
         raise BlockSparseError.expected("q", "torch.float32 or torch.float64", q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4 or tensor.shape[-1] % FEATURES:
-            wanted = f"[batch, heads, tokens, a multiple of {FEATURES}]"
-            raise BlockSparseError.expected(name, wanted, list(tensor.shape))
+        if tensor.dim() != 4 or tensor.shape[-1] % FEATURE_STEP:
+            expected = f"[batch, heads, tokens, a multiple of {FEATURE_STEP}]"
+            raise BlockSparseError.expected(name, expected, list(tensor.shape))
     (batch, heads, _, d), d_v, (queries, keys) = q.shape, v.shape[-1], layout.shape
     start, col = _rows(layout)
     common = {
@@ -176,12 +178,12 @@ def _common(
 
 
 def _rows(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row of blocks starts, int64, and the columns of its blocks, int32."""
+    """Return the start of each row of blocks, int64, and the column of each block, int32."""
     return layout.derived(
         "attention rows", lambda: (layout.row_start.astype(np.int64), layout.col_of_block.astype(np.int32))
     )
 
 
 def _columns(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The same by columns."""
+    """Return the start of each column of blocks, int64, and the row of each block, int32."""
     return layout.derived("attention columns", lambda: _rows(layout.T))

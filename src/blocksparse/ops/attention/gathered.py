@@ -1,4 +1,4 @@
-"""Block-sparse attention by rows of blocks, whose keys are gathered for `scaled_dot_product_attention`: any device."""
+"""Block-sparse attention on any device: the keys of each row of blocks are gathered for PyTorch's dense attention."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...layout import BlockLayout
 from ..checks import accumulator
 
-# Rows of blocks are batched by padding them to the longest one: at most a quarter is padding.
-FILLED = 0.75
+# Rows of blocks are padded to the longest one of a batch; this fraction of a row, at least, must be blocks.
+MIN_FILLED = 0.75
 
 # At most this many blocks per batch, so that their gathered keys and values fit in the caches.
 MAX_BATCHED_BLOCKS = 256
@@ -31,14 +31,14 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    return by_layout(q, k, v, layouts, partial(_gathered, causal, scale))
+    return by_layout(q, k, v, layouts, partial(_attention, causal, scale))
 
 
 def by_layout(
     q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout],
     run: Callable[[Tensor, Tensor, Tensor, BlockLayout], Tensor],
 ) -> Tensor:  # fmt: skip
-    """`run` for all heads that have a layout in common."""
+    """Call `run` once per distinct layout, with all heads that share it."""
     if len(layouts) == 1:
         return run(q, k, v, layouts[0])
     per_head: list[Tensor] = [q] * len(layouts)
@@ -52,17 +52,18 @@ def by_layout(
 
 
 def is_dense(layout: BlockLayout, scale: float) -> bool:
-    """Whether PyTorch's dense attention is the same. It masks by scores of -infinity before it scales them."""
+    """Return whether dense attention is equal; PyTorch masks by -infinity before scaling, so scale must be positive."""
     return layout.nnz == math.prod(layout.grid) and scale > 0
 
 
-class _Rows:
-    """Rows of blocks that are computed together.
+class _RowGroup:
+    """Rows of blocks that are computed in one batch.
 
-    rows: int64 `[n]`. cols: int64 `[n * most]`, the columns of their blocks, a row's last one repeated to fill it up.
-    mask: bool `[n, block_q or 1, most * block_k]`, the keys that are seen; all where a query sees none, for softmax
-        has to be of something. None where every row sees all of its keys.
-    seen: bool `[n, block_q, 1]`, which queries see a key; None where all do.
+    rows: int64 `[n]`.
+    cols: int64 `[n * longest]`, the columns of the rows' blocks; a row's last one is repeated as padding.
+    mask: bool `[n, block_q or 1, longest * block_k]`, the visible keys, or all for a query without any, because softmax
+        needs one. None if every row sees all of its keys.
+    seen: bool `[n, block_q, 1]`, the queries that see a key; None if all do.
     """
 
     def __init__(self, layout: BlockLayout, rows: np.ndarray, causal: bool):
@@ -81,17 +82,17 @@ class _Rows:
         self.mask = None if allowed.all() else torch.from_numpy(allowed | ~seen)
         self.seen = None if seen.all() else torch.from_numpy(seen)
 
-    def to(self, device: torch.device) -> _Rows:
+    def to(self, device: torch.device) -> _RowGroup:
         for name, tensor in vars(self).items():
             setattr(self, name, None if tensor is None else tensor.to(device))
         return self
 
 
-Plan = tuple[list[_Rows], Tensor]
+Plan = tuple[list[_RowGroup], Tensor]
 
 
 def _plan_on(layout: BlockLayout, causal: bool, device: torch.device) -> Plan:
-    """`_plan`, whose tensors are real ones on the device, whatever traces the call."""
+    """Return `_plan` with real tensors on the device, even while the call is traced."""
 
     def make() -> Plan:
         with _disable_current_modes():
@@ -106,12 +107,12 @@ def _plan_while_tracing(layout: BlockLayout, causal: bool, device: torch.device)
     return True
 
 
-# Dynamo runs it as it is, as it cannot trace how a plan is made. See `ops/registry.py`.
+# Dynamo calls this function, because it cannot trace how a plan is made. See `ops/graph_layout.py`.
 _plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plan(layout: BlockLayout, causal: bool) -> Plan:
-    """The rows of a layout by how many blocks they have, and where each row is among them; empty ones at the end."""
+    """Return the rows of a layout in batches, the longest first, and the position of each row; empty rows are last."""
     if causal:
         height, width = layout.block_shape
         rows, cols = layout.row_of_block, layout.col_of_block
@@ -122,17 +123,17 @@ def _plan(layout: BlockLayout, causal: bool) -> Plan:
     filled = np.count_nonzero(counts)
     groups, begin = [], 0
     while begin < filled:
-        least = FILLED * counts[order[begin]]
+        least = MIN_FILLED * counts[order[begin]]
         end = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
         end = min(end, begin + max(1, MAX_BATCHED_BLOCKS // int(counts[order[begin]])))
-        groups.append(_Rows(layout, order[begin:end], causal))
+        groups.append(_RowGroup(layout, order[begin:end], causal))
         begin = end
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return groups, torch.from_numpy(place)
 
 
-def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+def _attention(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
     if is_dense(layout, scale):
         return _dense_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape
@@ -142,18 +143,18 @@ def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layou
     groups, place = _plan_on(layout, causal, q.device)
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     blocks = q.unflatten(1, (-1, height)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, width))
-    found = [_of_rows(rows, *blocks, scale) for rows in groups]
-    empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in found), height, v.shape[-1])
-    if not found:
+    outputs = [_attention_of_rows(rows, *blocks, scale) for rows in groups]
+    empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in outputs), height, v.shape[-1])
+    if not outputs:
         empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
-    y = torch.cat([*found, empty], 1)
+    y = torch.cat([*outputs, empty], 1)
     return y.index_select(1, place).reshape(batch, heads, queries, v.shape[-1])
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Computes the gradients of q, k and v from that of y, without autograd."""
+    """Return the gradients of q, k and v from that of y, without autograd."""
     groups, _ = _plan_on(layout, causal, q.device)
     height, width = layout.block_shape
     wide = accumulator(q.dtype)
@@ -161,18 +162,18 @@ def gradients(
         each.to(wide).flatten(0, 1).unflatten(1, (-1, size))
         for each, size in ((q, height), (k, width), (v, width), (grad, height))
     )
-    found = [torch.zeros_like(each) for each in (q_, k_, v_)]
+    grads = [torch.zeros_like(each) for each in (q_, k_, v_)]
     for rows in groups:
         parts = _gradients_of_rows(rows, q_, k_, v_, grad_, scale)
-        for whole, index, part in zip(found, (rows.rows, rows.cols, rows.cols), parts, strict=True):
+        for whole, index, part in zip(grads, (rows.rows, rows.cols, rows.cols), parts, strict=True):
             whole.index_add_(1, index, part.reshape(len(whole), -1, *whole.shape[2:]))
-    return tuple(each.reshape(like.shape).to(like.dtype) for each, like in zip(found, (q, k, v), strict=True))
+    return tuple(each.reshape(like.shape).to(like.dtype) for each, like in zip(grads, (q, k, v), strict=True))
 
 
 def _gradients_of_rows(
-    rows: _Rows, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float
+    rows: _RowGroup, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
+    """Return the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
     n = rows.rows.numel()
     q, grad = (each.index_select(1, rows.rows) for each in (q, grad))
     k, v = (each.index_select(1, rows.cols).reshape(len(each), n, -1, each.shape[-1]) for each in (k, v))
@@ -184,8 +185,8 @@ def _gradients_of_rows(
     return of_scores @ k, of_scores.mT @ q, weights.mT @ grad
 
 
-def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Computes attention of some rows of blocks `[n, rows, block, d]`, each of which is a head to the kernel."""
+def _attention_of_rows(rows: _RowGroup, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return attention of some rows of blocks, `[n, rows, block, d]`; each row is a head for PyTorch's kernel."""
     n = rows.rows.numel()
     keys = rows.cols.numel() // n * k.shape[2]
     k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))
@@ -194,7 +195,7 @@ def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    # PyTorch's fused kernels have no forward mode.
+    # PyTorch's fused kernels do not support forward-mode differentiation.
     fused = forward_ad._current_level < 0
     with nullcontext() if fused else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, **options)

@@ -1,7 +1,7 @@
-"""Attention and its backends, and attention in compiled graphs: one operation, whatever its layouts are.
+"""The backends of attention, and PyTorch's op for attention in compiled graphs.
 
-The graph holds the layouts as index tensors, as those of `registry.LayoutOp` do. The backward pass computes the forward
-pass again. Eager calls, whose backward pass need not, do not take this way.
+The graph holds the layouts as index tensors, as for `registry.LayoutOp`, and the backward pass computes the forward
+pass again. Eager calls do not use PyTorch's op, so that their backward pass need not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ATTENTION = Op("attention", triton, cpu, reference, fallback=gathered)
 
 
 def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    """Computes attention as an operation of a graph."""
+    """Return attention through PyTorch's op."""
     indices, sizes_of_layouts = pack_layouts(layouts, q.device)
     y: Tensor = torch.ops.blocksparse.attention(q, k, v, indices, sizes_of_layouts, causal, scale)
     return y
@@ -58,12 +58,12 @@ def _attention_backward(
     if len(heads) == 1:
         (layout,) = heads
         return [each.contiguous() for each in run(q, k, v, grad, layout, causal, scale)]
-    found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
+    grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
     for layout, same in heads.items():
         own = run(q[:, same], k[:, same], v[:, same], grad[:, same], layout, causal, scale)
-        for whole, part in zip(found, own, strict=True):
+        for whole, part in zip(grads, own, strict=True):
             whole[:, same] = part
-    return found
+    return grads
 
 
 def _attention_backward_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
@@ -78,22 +78,22 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, *indices = ctx.saved_tensors
     if torch.is_grad_enabled():
-        found = _differentiable(q, k, v, grad, _layouts(indices, ctx.rest[0]), *ctx.rest[1:])
+        grads = _differentiable(q, k, v, grad, _layouts(indices, ctx.rest[0]), *ctx.rest[1:])
     else:
-        found = torch.ops.blocksparse.attention_backward(q, k, v, grad, indices, *ctx.rest)
-    return *found, [None] * len(indices), None, None, None
+        grads = torch.ops.blocksparse.attention_backward(q, k, v, grad, indices, *ctx.rest)
+    return *grads, [None] * len(indices), None, None, None
 
 
 def _differentiable(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layouts: list[BlockLayout], causal: bool, scale: float
 ) -> list[Tensor | None]:
-    """Computes gradients that can be differentiated again."""
+    """Return gradients that can be differentiated again."""
     wanted = [each for each in (q, k, v) if each.requires_grad]
-    # Of PyTorch's kernels only this one can be differentiated twice.
+    # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH):
         y = gathered.attention(q, k, v, layouts, causal, scale)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, materialize_grads=True))
-    return [next(found) if each.requires_grad else None for each in (q, k, v)]
+    results = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, materialize_grads=True))
+    return [next(results) if each.requires_grad else None for each in (q, k, v)]
 
 
 _QKV, _REST = "Tensor q, Tensor k, Tensor v", "Tensor[] indices, SymInt[] sizes_of_layouts, bool causal, float scale"

@@ -1,4 +1,4 @@
-"""The definition of block-sparse attention: scores of all queries and keys, those that are not seen masked."""
+"""The definition of block-sparse attention: scores of all queries and keys, masked where a query does not see a key."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    """softmax(scale q k^T) v of the keys that are seen: `[batch, heads, queries, d_v]`; 0 where there are none."""
+    """Return softmax(scale q k^T) v over the visible keys, `[batch, heads, queries, d_v]`; 0 if there are none."""
     wide = accumulator(q.dtype)
     seen = torch.stack([_seen(layout, causal) for layout in layouts]).to(q.device)
     nothing = ~seen.any(-1, keepdim=True)
     scores = scale * (q.to(wide) @ k.to(wide).mT)
-    # A softmax has to be of something: of all keys, where there is none to see.
+    # A query without visible keys sees all, because softmax needs one; its result is set to 0.
     weights = scores.masked_fill(~(seen | nothing), -torch.inf).softmax(-1)
     return (weights @ v.to(wide)).masked_fill(nothing, 0).to(q.dtype)
 
 
 def _seen(layout: BlockLayout, causal: bool) -> Tensor:
-    """bool `[queries, keys]`."""
+    """Return the mask of visible keys, bool `[queries, keys]`."""
     height, width = layout.block_shape
     mask = layout.mask().repeat_interleave(height, 0).repeat_interleave(width, 1)
     return mask.tril() if causal else mask

@@ -14,8 +14,8 @@ from ...layout import BlockLayout
 from ..gpu.runtime import keep_for_stream, stream_of
 from ..registry import needs_grad
 
-# FlexAttention's kernels work on tiles of this many queries and keys, its backward pass and the one for fewer queries
-# on no smaller ones. Others may be as small as MIN_TILE.
+# Queries and keys of a tile of FlexAttention. Its backward pass, and its forward pass for fewer queries, need TILE;
+# otherwise a tile may be as small as MIN_TILE.
 TILE, MIN_TILE = 128, 32
 
 
@@ -40,20 +40,20 @@ def flex(
     q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float,
     kernel: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
-    """`attention` by a given form of FlexAttention: compiled, or as it is written."""
+    """Return `attention` by FlexAttention, which `kernel` is: compiled, or PyTorch's Python function."""
     tile = TILE if needs_grad(q, k, v) or q.shape[2] < TILE else tile_of(layouts)
     key = ("flex attention", tuple(layouts), causal, q.device, tile)
     mask, tensors = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
-    # Once for each stream.
+    # `derived` calls it once per stream.
     layouts[0].derived((*key, stream_of(q)), partial(keep_for_stream, q.device, *tensors))
-    # One warp for a tile whose queries fit in its registers is twice as fast as four.
+    # If the queries of a tile fit in the registers of one warp, one warp is twice as fast as four.
     warps = 1 if tile == MIN_TILE and q.shape[3] * q.dtype.itemsize <= 128 else 4
     options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": warps}
     return kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
 
 
 def tile_of(layouts: Sequence[BlockLayout]) -> int:
-    """The largest tile that no border of a block crosses, as partly seen ones take several times as long as whole ones.
+    """Return the largest tile that no border of a block crosses: a partly visible tile costs several whole ones.
 
     >>> import blocksparse as bs
     >>> [tile_of([bs.patterns.dense((384, 384), block)]) for block in (16, 32, 64, 96, 128)]
@@ -66,8 +66,7 @@ def tile_of(layouts: Sequence[BlockLayout]) -> int:
 def _block_mask(
     layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int
 ) -> tuple[Any, list[Tensor]]:
-    """A BlockMask of tiles, in which a look into the layouts' own masks tells what a tile has of the smaller blocks;
-    and its tensors."""
+    """Return a BlockMask of tiles, and its tensors; in partly visible tiles, it looks up the blocks of the layouts."""
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = layouts[0].shape
@@ -88,8 +87,8 @@ def _block_mask(
     per_head = len(layouts) > 1
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        found = table[h if per_head else 0, i // height, j // width]
-        return found & (j <= i) if causal else found
+        visible = table[h if per_head else 0, i // height, j // width]
+        return visible & (j <= i) if causal else visible
 
     counts: list[Tensor] = []
     for tiles in (some & ~whole, whole):
@@ -102,7 +101,7 @@ def _block_mask(
 
 
 def _tiles(mask: Tensor, block: tuple[int, int], tile: int, any_: bool) -> Tensor:
-    """Which tiles have something, or all, of a mask of blocks: bool `[tiles of queries, tiles of keys]`."""
+    """Return which tiles contain any, or only, stored blocks: bool `[tiles of queries, tiles of keys]`."""
     for axis, size in enumerate(block):
         starts = torch.arange(0, mask.shape[axis] * size, tile)
         first, last = starts // size, (starts + tile - 1).clamp(max=mask.shape[axis] * size - 1) // size

@@ -1,4 +1,4 @@
-"""ELUs of both signs on the CPU: tensors to addresses, one call into the compiled core."""
+"""ELUs of both signs on the CPU: each pass is one call of the compiled core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition of ELUs of both signs with dropout, and of what is drawn, in plain PyTorch."""
+"""The definition of ELUs of both signs with dropout, and of its mask, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..checks import SUM_DTYPES
 from ..dropout.reference import drawn
 
-# Numbers of x for which numbers are drawn together, first for elu(x), then for elu(-x).
+# Random numbers are drawn for this number of elements of x at a time: first for elu(x), then for elu(-x).
 DRAWS = 32
 
 

@@ -45,31 +45,31 @@ def conv2d(
     """`torch.nn.functional.conv2d` with a weight that is block-sparse in its channels: activation(W * x + bias).
 
     Args:
-        x: `[n, in_channels, height, width]`, or without n. Memory in `torch.channels_last` is used as it is; any
-            other is copied once.
-        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`, the blocks of W in the order of `layout`. On
-            a GPU, memory in which the kernel comes before the block is used as it is, any other copied in each call;
-            `values.movedim((3, 4), (1, 2)).contiguous().movedim((1, 2), (3, 4))` has such memory.
+        x: `[n, in_channels, height, width]`, or without n. Memory in `torch.channels_last` needs no copy; other
+            memory is copied once.
+        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`, the blocks of W in the order of `layout`. A
+            GPU copies them in each call, unless the kernel axes come before the block axes in memory, as in
+            `values.movedim((3, 4), (1, 2)).contiguous().movedim((1, 2), (3, 4))`.
         layout: which blocks of the `[out_channels, in_channels]` weight these are.
         bias: `[out_channels]` or None.
         stride, dilation: a positive int, or one per axis.
-        padding: zeros around the image: an int from 0 on, one per axis, "valid" (none), or "same" (an output of the
-            size of x, at stride 1; an odd total leaves one more behind the image than before it).
+        padding: zeros around the image: an int of 0 or more, one per axis, "valid" (none), or "same" (the output has
+            the size of x, with stride 1; of an odd total, one more is behind the image than before it).
         activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
-        gate: `[nnz]`, what each block is multiplied with, or None; zeros are left out as by `linear`.
+        gate: `[nnz]`, a factor for each block, or None; blocks with gate 0 are skipped as in `linear`.
 
-    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
-    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
-    often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`: the image
-    is never unfolded. On the CPU, numbers of bfloat16 below 2^-126 in size count as 0, as in `linear`.
+    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (sums of 16-bit numbers are
+    float32); under `torch.autocast` they are cast to its dtype first. The result can be differentiated any number of
+    times in x, values, bias and gate; the gradient of `values` exists on the layout only. Time and memory grow with
+    `nnz`: the image is never unfolded. On the CPU, bfloat16 numbers below 2^-126 in size count as 0, as in `linear`.
 
     Returns:
-        `[n, out_channels, height, width]`, channels-last where x is. Outputs that no block reaches are
-        activation(bias), or exactly 0.
+        `[n, out_channels, height, width]`, channels-last if x is. Outputs that no block reaches are activation(bias),
+        or exactly 0.
 
     Raises:
-        BlockSparseError: sizes that do not fit the layout or each other, a kernel larger than the padded image, mixed
-            dtypes or devices, an unknown activation, a gate that is not finite (on the CPU).
+        BlockSparseError: sizes do not fit the layout or each other, the kernel is larger than the padded image, dtypes
+            or devices are mixed, the activation is unknown, or the gate is not finite (checked on the CPU only).
 
     Example:
         >>> import torch, blocksparse as bs
@@ -137,18 +137,20 @@ def conv_transpose2d(
         x: `[n, in_channels, height, width]`, or without n.
         values: `[nnz, block_out, block_in, kernel_height, kernel_width]`; out and in are those of this operation. (The
             weight of torch is `[in_channels, out_channels, ...]`: `to_dense(values, layout).transpose(0, 1)`.)
-        layout: which blocks of `[out_channels, in_channels]` these are.
+        layout: which blocks of the `[out_channels, in_channels]` weight these are.
         bias: `[out_channels]` or None.
-        stride, padding, dilation: those of the convolution that this one is the transpose of.
-        output_padding: rows and columns more, behind the image; less than the stride or the dilation.
-        activation, gate: as for `conv2d`, as are dtypes, devices, memory, autocast and gradients.
+        stride, padding, dilation: those of the convolution whose transpose this is.
+        output_padding: additional rows and columns behind the image, fewer than the stride or the dilation.
+        activation, gate: as in `conv2d`.
+
+    Dtypes, devices, memory, autocast and gradients are those of `conv2d`.
 
     Returns:
         `[n, out_channels, height, width]` with height = (height of x - 1) * stride - 2 * padding
-        + dilation * (kernel_height - 1) + output_padding + 1, and so the width.
+        + dilation * (kernel_height - 1) + output_padding + 1; the width likewise.
 
     Raises:
-        BlockSparseError: as `conv2d`; an output of no size.
+        BlockSparseError: as `conv2d`, or the output would be empty.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -217,7 +219,7 @@ def _conv(
     else:
         before, size = output_size(space, kernel, *steps, padding)
 
-    # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
+    # The gradient of gelu and silu needs their input: unfused it is saved, fused it would be computed again.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
     options = False, transposed, size, steps[0], before, steps[1], fused
     y = CONV((batch.movedim(1, -1), values, bias), layout, options)
@@ -230,15 +232,15 @@ def _conv(
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels of `[n, channels, *space]` lie side by side in memory."""
-    # An image of one pixel is laid out as both; as in torch, its plain strides then count.
+    """Return whether the channels of `[n, channels, *space]` are contiguous."""
+    # The memory of one-pixel images is both; as in torch, they count as not channels-last then.
     return x.stride(1) == 1 and not (x.shape[1] > 1 and x.is_contiguous())
 
 
 def output_size(
     space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Any
 ) -> tuple[list[int], list[int]]:
-    """The padding before each axis, and the size of the output; a BlockSparseError where there is none."""
+    """Return the padding before each axis and the size of the output; refuse kernels larger than the padded image."""
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         if any(s != 1 for s in stride):
@@ -275,19 +277,19 @@ def _transposed_size(
 
 
 def per_axis(name: str, value: Any, dims: int, least: int, names: bool = False) -> list[int]:
-    """Returns one int per axis from an int or a sequence, or raises a BlockSparseError."""
-    given = list(value) if isinstance(value, tuple | list) else [value] * dims
-    given = given * dims if len(given) == 1 else given
-    if len(given) != dims or not all(is_int(n) and least <= n < 2**31 for n in given):
+    """Return one int per axis from an int or a sequence; refuse ints below `least`."""
+    ints = list(value) if isinstance(value, tuple | list) else [value] * dims
+    ints = ints * dims if len(ints) == 1 else ints
+    if len(ints) != dims or not all(is_int(n) and least <= n < 2**31 for n in ints):
         also = ', "same" or "valid"' if names else ""
         raise BlockSparseError.expected(
             name, f"an int, {least} or more and below 2^31, or {dims} of them{also}", repr(value)
         )
-    return [int(number) for number in given]
+    return [int(number) for number in ints]
 
 
 def check_shapes(dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None) -> None:
-    """Raises a BlockSparseError unless these are the operands of a convolution over `dims` axes on this layout."""
+    """Check that these are tensors of a convolution over `dims` axes on this layout."""
     out_channels, in_channels = layout.shape
     if x.dim() not in (dims + 1, dims + 2) or x.shape[-dims - 1] != in_channels:
         raise BlockSparseError.expected("x", f"[n, {in_channels}, {_AXES[dims]}] for {layout!r}", list(x.shape))

@@ -1,4 +1,4 @@
-"""The convolutions on the CPU: tensors and plans to addresses, one call into the compiled core."""
+"""The convolutions on the CPU: each is one call of the compiled core with addresses and a plan."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def conv_wgrad(
 
 
 def _sizes(axes: Sequence[Axis]) -> tuple[list[int], list[int], list[int]]:
-    """Of input, output and kernel."""
+    """Return the sizes of input, output and kernel."""
     return [axis.input for axis in axes], [axis.output for axis in axes], [axis.kernel for axis in axes]

@@ -1,4 +1,4 @@
-"""The outputs of a convolution in phases, for the programs of a GPU: pure, made once per geometry."""
+"""The outputs of a convolution in phases, for the programs of a GPU, computed once per geometry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import Axis
 class Phase:
     """Outputs `first + step * n`, n < `count`, that meet the same taps along one axis.
 
-    They are the taps `tap + i * tap_step`, i < `taps`; tap i meets input `n * in_step + shift + i * shift_step`.
+    These taps are `tap + i * tap_step`, i < `taps`; tap i meets input `n * in_step + shift + i * shift_step`.
     """
 
     first: int
@@ -25,7 +25,7 @@ class Phase:
 
 
 def phases(axis: Axis, transposed: bool) -> list[Phase]:
-    """The phases of one axis: one of a convolution, up to `stride` of a transposed one.
+    """Return the phases of one axis: one for a convolution, up to `stride` for a transposed convolution.
 
     >>> axis = Axis(input=8, output=4, kernel=3, stride=2, padding=1, dilation=1)
     >>> phases(axis, transposed=False)
@@ -37,13 +37,13 @@ def phases(axis: Axis, transposed: bool) -> list[Phase]:
     """
     if not transposed:
         return [Phase(0, axis.output, 0, 1, axis.kernel, -axis.padding, axis.dilation)]
-    # Output P meets tap t if P + padding - t * dilation is a multiple of the stride: of the input.
-    every = axis.stride // math.gcd(axis.stride, axis.dilation)
-    found = []
+    # Output P meets tap t if P + padding - t * dilation is a multiple of the stride.
+    tap_step = axis.stride // math.gcd(axis.stride, axis.dilation)
+    result = []
     for first in range(min(axis.stride, axis.input)):
         count = -(-(axis.input - first) // axis.stride)
         reach = [t for t in range(axis.kernel) if (first + axis.padding - t * axis.dilation) % axis.stride == 0]
         tap = reach[0] if reach else 0
         shift = (first + axis.padding - tap * axis.dilation) // axis.stride
-        found.append(Phase(first, count, tap, every, len(reach), shift, -every * axis.dilation // axis.stride))
-    return found
+        result.append(Phase(first, count, tap, tap_step, len(reach), shift, -tap_step * axis.dilation // axis.stride))
+    return result

@@ -1,11 +1,11 @@
-# Tuples grow by sums in loops that Triton unrolls: it knows no stars in them, and mypy no loops.
+# Tuples grow by `+` in loops that Triton unrolls: Triton does not support `*` in tuples, and mypy not these loops.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, var-annotated"
-"""The Triton kernels of the convolutions: the tile loop of the linear product, its inputs gathered tap by tap.
+"""The Triton kernels of the convolutions: the tile loop of the linear product, with inputs gathered tap by tap.
 
-Nothing is unfolded. A tile is of positions that meet the same taps, a phase (see gpu_plan.py); where its inputs lie is
-computed once per tile, and a step, one tap of one entry, adds one number to all of them and compares one per axis.
-Only the last `AXES` of three axes are there; the others have one position.
+The image is never unfolded. All positions of a tile meet the same taps; they belong to one phase (see gpu_plan.py).
+Addresses of inputs are computed once per tile; a step, one tap of one entry, adds one number to all of them and makes
+one comparison per axis. Only the last `AXES` of three axes exist; the others have one position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _each(*names: str) -> list[str]:
     return [f"{name}{axis}" for name in names for axis in range(3)]
 
 
-# Sizes and places of all kinds are served by one compiled kernel.
+# Kernels are not compiled again for other values of these sizes and positions.
 _OUTPUTS = "out_size", "first", "count", "out_step"
 _INPUTS = "in_size", "taps", "tap_step", "in_step", "shift", "shift_step"
 _CONV = ["tasks", "tokens", "groups", "in_blocks", "out_blocks", "all_taps", "first_tap", *_each(*_OUTPUTS, *_INPUTS)]
@@ -39,13 +39,13 @@ def conv_kernel(
     task_ptr,  # int32 [tasks, 4], as in linear_kernel
     col_ptr,
     block_ptr,  # int32 [entries], or None where the entry is the block
-    phase_ptr,  # int32 [phases, 15], the numbers below of each of many phases, or None
+    phase_ptr,  # int32 [phases, 15], for each of many phases the arguments below, or None
     tasks,
     tokens,  # groups of `POSITIONS` positions of the phase in all images
     groups,  # along the last axis
     in_blocks, out_blocks,
     all_taps,  # of the weights
-    first_tap,  # of the phase, as are those below
+    first_tap,  # of the phase, like the arguments below
     in_size0, in_size1, in_size2,
     out_size0, out_size1, out_size2,
     first0, first1, first2,  # outputs first + out_step * n, n < count
@@ -57,13 +57,13 @@ def conv_kernel(
     shift0, shift1, shift2,
     shift_step0, shift_step1, shift_step2,
     block_out: tl.constexpr, block_in: tl.constexpr, AXES: tl.constexpr,
-    POSITIONS: tl.constexpr,  # positions side by side, which share the inputs of
-    TAPS: tl.constexpr,  # the last axis's taps in one step: all of them, or one
-    IN_STEP: tl.constexpr,  # in_step2 and shift_step2 where these share
+    POSITIONS: tl.constexpr,  # neighbouring positions, which share the inputs of
+    TAPS: tl.constexpr,  # taps of the last axis in one step: all of them, or one
+    IN_STEP: tl.constexpr,  # in_step2 and shift_step2, if positions share inputs
     SHIFT_STEP: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of positions of one phase, and all taps and entries of one task."""
+    """Compute one tile of positions of one phase: all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     if phase_ptr is not None:
@@ -82,8 +82,8 @@ def conv_kernel(
     last = tl.load(task_ptr + 4 * task + 2)
     valid = token < tokens
 
-    # Where the inputs of the first tap lie along each axis. Beyond the last token comes a place that no tap has within
-    # the image.
+    # Positions of the first tap's inputs along each axis. Beyond the last token, a position for which all taps are
+    # outside of the image.
     n2 = token % groups * POSITIONS
     image = token // groups
     b2 = n2 * in_step2 + shift2
@@ -187,7 +187,7 @@ def conv_kernel(
                 else:
                     summed = summed + (sums[i],)
             sums = summed
-        # The next step: the load of its index has the whole of this one.
+        # Indices of the next step, loaded one step ahead.
         t2 += 1
         done = t2 == taps2
         t2 = tl.where(done, 0, t2)
@@ -216,10 +216,10 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=_WGRAD)
 def conv_wgrad_kernel(
-    a_ptr,  # [images, *input_size, a_blocks * a_width]: of the two images the input of the convolution
+    a_ptr,  # [images, *input_size, a_blocks * a_width]: the input of the convolution
     b_ptr,  # [images, *output_size, b_blocks * b_width]: its output
     values_ptr,  # [splits, nnz, block_out, block_in, taps]
-    task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel: of a row of b's blocks
+    task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel, for rows of b's blocks
     col_ptr,  # int32 [entries]: a's block
     block_ptr,  # int32 [entries], or None where the entry is the block
     tokens,  # groups of `POSITIONS` positions of the output in all images
@@ -239,10 +239,10 @@ def conv_wgrad_kernel(
     TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
     WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K lanes of one row's entries, summed over a part of the output positions.
+    """Compute BLOCK_K lanes of one row's entries, summed over one split of the output positions.
 
-    An entry has its lanes once for each tap, or where these are summed side by side, for those of the other axes. The
-    positions go on by BLOCK_M, with carry, so that nothing is divided in the loop.
+    An entry has its lanes once per tap; with TAPS > 1, once per tap of the other axes. Positions advance by BLOCK_M
+    with carry, so that the loop has no division.
     """
     taps: tl.constexpr = kernel0 * kernel1 * kernel2 // TAPS
     taps2: tl.constexpr = kernel2 // TAPS
@@ -267,7 +267,7 @@ def conv_wgrad_kernel(
     end = tl.minimum((split + 1) * tokens_per_split, tokens)
     a_channels = (a_blocks * a_width).to(tl.int64)
     b_channels = (b_blocks * b_width).to(tl.int64)
-    # Where the input of a token lies, and what it is further by after BLOCK_M tokens, and after the end of an axis.
+    # The address of a token's input, its increment for BLOCK_M tokens, and its corrections at the ends of axes.
     together = stride2 * POSITIONS
     p2 = token % groups * together
     image = token // groups
@@ -328,7 +328,7 @@ def conv_wgrad_kernel(
             grads = grads + (b,)
         for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))
-            # Triton 3.8 does not see it of what the loop carries, and loads without it one number at a time.
+            # Triton 3.8 does not infer this of loop-carried values; without it, it loads one number at a time.
             from_lane = tl.multiple_of(a_token + d * a_channels, a_width & -a_width)
             a = tl.load(a_lane[:, None] + from_lane[None, :], mask=inside, other=0)
             summed = ()
@@ -368,7 +368,7 @@ def conv_wgrad_kernel(
 
 @triton.jit(do_not_specialize=["numbers", "splits"])
 def sum_kernel(parts_ptr, values_ptr, numbers, splits, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """values = the sum of parts, `[splits, numbers]`, at most SPLITS of them, all loaded at once."""
+    """Compute values as the sum of `[splits, numbers]` parts; at most SPLITS parts, which are all loaded at once."""
     number = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.arange(0, SPLITS)
     place = split.to(tl.int64)[:, None] * numbers + number[None, :]

@@ -1,9 +1,9 @@
-"""The convolutions and the product of their weights' gradient.
+"""The convolutions and their weights' gradient as operations.
 
-Images are `[n, *space, channels]`, so that channels-last memory is what the ops see. `conv` maps the input image to the
-output, with `transposed` the output to the input (see plan.py); with `transpose` the weight is used with its inputs and
-outputs exchanged. So the gradient of its input is `conv` with both turned around. `conv_wgrad` is the product sampled
-on the layout. Where each position depends only on itself, they are the linear products.
+Images are `[n, *space, channels]`, so ops see channels-last memory. `conv` maps the input image to the output, or with
+`transposed` the output to the input (see plan.py); with `transpose`, inputs and outputs of the weight are exchanged. So
+the gradient at its input is `conv` with both flags inverted. `conv_wgrad` is the product sampled on the layout. If each
+position depends only on itself, both are the linear products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from .plan import axes_of, is_linear
 
 
 class Conv(LayoutOp):
-    """activation(W * x + bias): x, values, bias; transpose, transposed, size, stride, padding, dilation, activation."""
+    """activation(W * x + bias) of images `[n, *space, channels]`.
+
+    Its tensors are x, values and bias, its options transpose, transposed, size, stride, padding, dilation, activation.
+    """
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, _), (transpose, _, size, *_, activation) = tensors, options
@@ -60,7 +63,7 @@ class Conv(LayoutOp):
         if is_linear(axes) and (backend is not triton or triton.as_linear(x.dtype)):
             matrix = values.reshape(layout.values_shape)
             y = LINEAR.compute((x.reshape(-1, x.shape[-1]), matrix, bias), layout, (transpose, activation))
-            # Not a view, which could not be written to in place behind the node of autograd.
+            # Not a view: autograd would refuse writes in place into the view of a node's output.
             return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])  # type: ignore[no-any-return]
         result: Tensor = backend.conv(x, values, bias, layout, transpose, transposed, axes, activation)
         return result
@@ -77,8 +80,8 @@ class Conv(LayoutOp):
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (*options[:-1], None)))
         grad_x = grad_values = None
         if needed[0]:
-            turned = not transpose, not transposed, x.shape[1:-1]
-            grad_x = self((grad, values, None), layout, (*turned, *steps, None))
+            inverted = not transpose, not transposed, x.shape[1:-1]
+            grad_x = self((grad, values, None), layout, (*inverted, *steps, None))
         if needed[1]:
             pair = (x, grad) if transpose else (grad, x)
             grad_values = CONV_WGRAD(pair, layout, (transposed != transpose, values.shape[3:], *steps))
@@ -86,7 +89,10 @@ class Conv(LayoutOp):
 
 
 class ConvWgrad(LayoutOp):
-    """The stored blocks' gradient: grad, x; transposed, kernel, stride, padding, dilation."""
+    """The gradient of the stored blocks.
+
+    Its tensors are grad and x, its options transposed, kernel, stride, padding and dilation.
+    """
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (grad, x), kernel = tensors, options[1]
@@ -146,7 +152,7 @@ def launch_conv(
     transposed: bool, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     activation: str | None,
 ) -> Any:  # fmt: skip
-    if _open(*x.shape[1:-1], *size):
+    if _is_any_dynamic(*x.shape[1:-1], *size):
         return NotImplemented
     input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
     axes = axes_of(input, output, values.shape[3:], stride, padding, dilation)
@@ -164,7 +170,7 @@ def launch_conv_wgrad(
     grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int, transposed: bool, kernel: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Any:  # fmt: skip
-    if _open(*grad.shape[1:-1], *x.shape[1:-1]):
+    if _is_any_dynamic(*grad.shape[1:-1], *x.shape[1:-1]):
         return NotImplemented
     block = grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks
     layout = traced_layout(indices, in_blocks, block)
@@ -176,8 +182,8 @@ def launch_conv_wgrad(
     return triton.conv_wgrad(grad, x, layout, transposed, axes)
 
 
-def _open(*sizes: Any) -> bool:
-    """Whether sizes of space are left open, on which the kernels' geometry depends; the number of images may be."""
+def _is_any_dynamic(*sizes: Any) -> bool:
+    """Return whether a size of space is dynamic; the geometry of the kernels depends on these sizes."""
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 

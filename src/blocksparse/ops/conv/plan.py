@@ -1,8 +1,8 @@
-"""Where the taps of a convolution meet its images, axis by axis: pure, made once per geometry, without channels.
+"""The geometry of a convolution: which positions of its images each tap connects, axis by axis, without channels.
 
 A convolution maps its `input` image to its `output`: output position j meets input position
 j * stride - padding + tap * dilation. The transposed convolution maps the `output` back to the `input`; the names stay
-those of the convolution. What lies outside of an image takes no part: nothing is padded.
+those of the convolution. Positions outside of an image are skipped; nothing is padded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..cpu_plan import check_int32
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of space: the sizes of both images, and how taps map one to the other."""
+    """One axis of space: the sizes of both images, and the parameters that connect them."""
 
     input: int
     output: int
@@ -31,9 +31,9 @@ class Axis:
     dilation: int
 
     def tap(self, tap: int) -> tuple[int, int, int]:
-        """Returns (count, first output position, first input position) of the pairs that a tap maps.
+        """Return (count, first output position, first input position) of the pairs that a tap connects.
 
-        Output positions go on in steps of 1, input positions in steps of `stride`.
+        Output positions advance by 1, input positions by `stride`.
 
         >>> Axis(input=5, output=3, kernel=3, stride=2, padding=1, dilation=1).tap(0)  # the first one lies outside
         (2, 1, 1)
@@ -46,10 +46,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Runs:
-    """The outputs along one axis, in runs.
+    """The outputs along one axis, in runs of constant step.
 
     Run i computes the outputs `first[i] + out_step * n`, n < `count[i]`. Its taps are the entries `tap_start[i]` to
-    `tap_start[i + 1]` of the rest: `tap` meets the inputs `at + in_step * n` for n from `begin` to `end`.
+    `tap_start[i + 1]` of the other arrays: `tap` meets the inputs `at + in_step * n` for n in [begin, end).
     """
 
     first: np.ndarray  # int64 [runs]
@@ -71,21 +71,21 @@ class Runs:
 
 @lru_cache(maxsize=4096)
 def runs(axis: Axis, transposed: bool, cut: bool) -> Runs:
-    """The outputs of an axis in runs with constant steps; with `cut`, in runs all of whose outputs meet the same taps.
+    """Return the outputs of an axis in runs; with `cut`, all outputs of a run meet the same taps.
 
     >>> axis = Axis(input=5, output=5, kernel=3, stride=1, padding=1, dilation=1)
-    >>> found = runs(axis, transposed=False, cut=True)
-    >>> found.first, found.count, np.diff(found.tap_start)  # the left border, the middle, the right border
+    >>> pieces = runs(axis, transposed=False, cut=True)
+    >>> pieces.first, pieces.count, np.diff(pieces.tap_start)  # the left border, the middle, the right border
     (array([0, 1, 4]), array([1, 3, 1]), array([2, 3, 2]))
-    >>> found = runs(axis, transposed=False, cut=False)
-    >>> found.count, found.begin, found.end
+    >>> pieces = runs(axis, transposed=False, cut=False)
+    >>> pieces.count, pieces.begin, pieces.end
     (array([5]), array([1, 0, 0]), array([5, 5, 4]))
     """
     out_step, in_step = (axis.stride, 1) if transposed else (1, axis.stride)
     whole: list[Run] = []
     if transposed:
         for phase in range(min(axis.stride, axis.input)):
-            # The taps that reach outputs phase, phase + stride, ..., and the input at which each reaches the first.
+            # The taps that reach outputs phase, phase + stride, ..., and the input from which each reaches the first.
             count, taps = -(-(axis.input - phase) // axis.stride), []
             for t in range(axis.kernel):
                 shift, rest = divmod(phase + axis.padding - t * axis.dilation, axis.stride)
@@ -107,7 +107,7 @@ Run = tuple[int, int, list[tuple[int, int, int, int]]]
 
 
 def _cut(run: Run, out_step: int, in_step: int) -> list[Run]:
-    """The run cut where a tap begins or ends."""
+    """Return the pieces of a run, cut where a tap begins or ends."""
     first, count, taps = run
     cuts = sorted({0, count, *(begin for *_, begin, _ in taps), *(end for *_, end in taps)})
     return [
@@ -120,15 +120,15 @@ def _cut(run: Run, out_step: int, in_step: int) -> list[Run]:
     ]
 
 
-def _as_arrays(found: Sequence[Run], out_step: int, in_step: int) -> Runs:
+def _as_arrays(pieces: Sequence[Run], out_step: int, in_step: int) -> Runs:
     def vector(numbers: Iterable[int]) -> np.ndarray:
         return np.array(list(numbers), dtype=np.int64)
 
-    taps = [tap for _, _, taps in found for tap in taps]
+    taps = [tap for _, _, taps in pieces for tap in taps]
     return Runs(
-        first=vector(first for first, _, _ in found),
-        count=vector(count for _, count, _ in found),
-        tap_start=vector([0, *np.cumsum([len(taps) for _, _, taps in found])]),
+        first=vector(first for first, _, _ in pieces),
+        count=vector(count for _, count, _ in pieces),
+        tap_start=vector([0, *np.cumsum([len(taps) for _, _, taps in pieces])]),
         tap=vector(tap for tap, *_ in taps),
         at=vector(at for _, at, _, _ in taps),
         begin=vector(begin for *_, begin, _ in taps),
@@ -140,14 +140,14 @@ def _as_arrays(found: Sequence[Run], out_step: int, in_step: int) -> Runs:
 
 @lru_cache(maxsize=4096)
 def packed_taps(axis: Axis) -> np.ndarray:
-    """The pairs of positions that each tap maps, in one vector for the compiled core."""
+    """Return the positions that each tap connects, as one vector for the compiled core."""
     counts = zip(*(axis.tap(t) for t in range(axis.kernel)), strict=True)
     return np.concatenate([[axis.kernel, axis.stride], *counts]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """The blocks by row of outputs, those of the most blocks first: nothing of space is in it."""
+    """The blocks of each row of outputs, and the order of rows, longest first; it does not depend on space."""
 
     start: np.ndarray  # int64 [rows + 1], where each row's blocks start in `col` and `block`
     col: np.ndarray  # int32 [nnz], the block of inputs
@@ -156,7 +156,7 @@ class ChannelPlan:
 
 
 def channel_plan(layout: BlockLayout, transpose: bool) -> ChannelPlan:
-    """The plan of a convolution with this layout, or with the transposed one.
+    """Return the plan of a convolution with this layout, or with the transposed one.
 
     >>> import blocksparse as bs
     >>> channel_plan(bs.BlockLayout([[True, False], [True, True]], 8), transpose=False).order
@@ -184,25 +184,27 @@ def axes_of(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Axis, ...]:
-    """The axes of a convolution; a BlockSparseError for lists of unequal length, or steps that are not positive."""
+    """Return the axes of a convolution; refuse lists of unequal length and numbers out of range."""
     lists = (input, output, kernel, stride, padding, dilation)
     if len({len(numbers) for numbers in lists}) != 1:
         raise BlockSparseError.expected("sizes, kernel, stride, padding, dilation", "one number per axis each", lists)
     axes = tuple(Axis(*map(int, numbers)) for numbers in zip(*lists, strict=True))
     for axis in axes:
         if min(axis.stride, axis.dilation, axis.kernel) < 1 or min(axis.input, axis.output) < 0:
-            raise BlockSparseError.expected("stride, dilation and kernel", "positive ints, and sizes from 0 on", axis)
-        if max(axis.stride, axis.dilation, abs(axis.padding)) >= 2**31:  # products of them stay within int64
+            raise BlockSparseError.expected(
+                "stride, dilation and kernel", "positive ints, and sizes of 0 or more", axis
+            )
+        if max(axis.stride, axis.dilation, abs(axis.padding)) >= 2**31:  # their products must fit int64
             raise BlockSparseError.expected("stride, dilation and padding", "less than 2^31 each", axis)
     return axes
 
 
 def is_linear(axes: Sequence[Axis]) -> bool:
-    """Whether each position depends only on itself: the convolution is then one linear product."""
+    """Return whether each position depends only on itself; the convolution is then one linear product."""
     return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.input == axis.output for axis in axes)
 
 
 def three_axes(axes: Sequence[Axis]) -> list[Axis]:
-    """Prepends axes of one position, as kernels need three axes."""
+    """Prepend axes of one position, because kernels need three axes."""
     one = Axis(input=1, output=1, kernel=1, stride=1, padding=0, dilation=1)
     return [one] * (3 - len(axes)) + list(axes)

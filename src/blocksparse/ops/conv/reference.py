@@ -1,4 +1,4 @@
-"""The definition of the convolutions in plain PyTorch: for each tap, the linear product of what it maps."""
+"""The definition of the convolutions in plain PyTorch: one linear product per tap."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def conv(
     x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
     transposed: bool, axes: Sequence[Axis], activation: str | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias), or with `transposed` the transposed convolution.
+    """Return activation(W * x + bias), `[n, *space, in] -> [n, *space, out]`.
 
-    With `transpose`, W is used with its inputs and outputs exchanged, as in the gradients.
+    With `transposed` this is the transposed convolution. With `transpose`, inputs and outputs of W are exchanged.
     """
     dtype, wide = x.dtype, accumulator(x.dtype)
     x, values = x.to(wide), values.to(wide)
@@ -43,9 +43,9 @@ def conv(
 def conv_wgrad(
     grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
-    """`[n, *space, out], [n, *space, in] -> [nnz, block_out, block_in, *kernel]`: the gradient of the stored blocks.
+    """Return the gradient of the stored blocks, `[nnz, block_out, block_in, *kernel]`.
 
-    x is the input of the convolution, or with `transposed` grad is.
+    grad is `[n, *space, out]`, x `[n, *space, in]`. The input of the convolution is x, or with `transposed` grad.
     """
     wide = accumulator(x.dtype)
     kernel = [axis.kernel for axis in axes]
@@ -58,7 +58,7 @@ def conv_wgrad(
 
 
 def taps_of(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Any, ...], Slices, Slices]]:
-    """Each tap that maps anything: its index into the values, and the places of the output and of the input."""
+    """Yield for each tap that meets the image its index into the values, and slices of the output and the input."""
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
         output, input = [slice(None)], [slice(None)]
         for axis, t in zip(axes, tap, strict=True):

@@ -1,4 +1,4 @@
-"""The convolutions on a GPU: tensors, tasks and geometry to launches."""
+"""The convolutions on a GPU: tasks and geometry make the launches of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..lower_to_triton import TracedLayout
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 
-# Phases that have a launch each; more of them come in one, where their positions share nothing.
+# Up to this number, phases have a launch each; more phases have one launch, whose positions share no inputs.
 MAX_LAUNCHES = 8
 
 refusal = runtime.refusal
@@ -44,15 +44,15 @@ Layout = BlockLayout | TracedLayout
 
 
 def tf32() -> bool:
-    """Whether PyTorch's own switch allows TF32 in convolutions of float32."""
+    """Return whether PyTorch's own switch allows TF32 in convolutions of float32."""
     return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as that of products
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for products
 
 
 def as_linear(dtype: torch.dtype) -> bool:
-    """Whether the linear product may serve a convolution whose positions depend on themselves alone."""
+    """Return whether the linear product has the precision of a convolution of this dtype."""
     return dtype != torch.float32 or tf32() == tiles.tf32()
 
 
@@ -65,7 +65,7 @@ def conv(
     y = torch.empty(x.shape[0], *out_space, layout.shape[transpose], dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    # The taps of one weight are side by side, but the kernel needs the weights of one tap to be. The weights are small
+    # In values the taps of a weight are contiguous; the kernel needs contiguous weights of a tap. This copy is small
     # compared with the images.
     values = values.flatten(3).permute(0, 3, 1, 2).contiguous()
     kind = "conv", transpose, transposed, tuple(axes), activation, tf32()
@@ -78,7 +78,7 @@ def conv(
 
 
 def conv_wgrad(grad: Tensor, x: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> Tensor:
-    # The input of the convolution is gathered tap by tap, the output read once for several taps.
+    # The kernel gathers the input of the convolution (a) tap by tap, and reads its output (b) once for several taps.
     a, b = (grad, x) if transposed else (x, grad)
     a, b = a.contiguous(), b.contiguous()
     shape = *layout.values_shape, *(axis.kernel for axis in axes)
@@ -100,49 +100,49 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: Layout, transposed: bool, axes: 
 def _conv_launches(
     x: Tensor, layout: Layout, transpose: bool, transposed: bool, axes: Sequence[Axis], activation: str | None
 ) -> list[Launch]:
-    """One launch for each phase, those with the most work first, or one for many."""
+    """Return one launch per phase, those with the most work first, or one launch for many phases."""
     _check_fits(layout, axes, x.shape[0])
     three = three_axes(axes)
     input, output, kernel, stride = (
         [getattr(axis, name) for axis in three] for name in ("input", "output", "kernel", "stride")
     )
-    found = list(itertools.product(*(phases(axis, transposed) for axis in three)))
-    found.sort(key=lambda three: -math.prod(phase.count * phase.taps for phase in three))
+    all_phases = list(itertools.product(*(phases(axis, transposed) for axis in three)))
+    all_phases.sort(key=lambda three: -math.prod(phase.count * phase.taps for phase in three))
     tasks, col, block = _tasks(layout, transpose, x.device)
     gpu, in_step = gpu_of(x.device), 1 if transposed else stride[2]
-    # Taps before those of a step to the next along each axis.
-    taps_past = kernel[1] * kernel[2], kernel[2], 1
+    # Taps of the weight between neighbours along each axis.
+    tap_strides = kernel[1] * kernel[2], kernel[2], 1
     launches = []
-    for some in [found] if in_one_launch(axes, transposed) else [[each] for each in found]:
-        last = some[0][2]
-        tokens = x.shape[0] * math.prod(phase.count for phase in some[0])
+    for group in [all_phases] if in_one_launch(axes, transposed) else [[each] for each in all_phases]:
+        last = group[0][2]
+        tokens = x.shape[0] * math.prod(phase.count for phase in group[0])
         work = _work("dgrad" if transpose else "forward", x, layout, tokens)
-        taps = last.taps if len(some) == 1 else MAX_TAPS + 1  # those of many phases differ
+        taps = last.taps if len(group) == 1 else MAX_TAPS + 1  # many phases have different taps
         tile, shared = _tile(work, tokens, last.count, taps, (in_step, last.shift_step), gpu)
-        numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
+        numbers = [_phase_numbers(three_phases, x.shape[0], tap_strides, shared) for three_phases in group]
         arguments = {
             "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
-            "phase_ptr": None if len(some) == 1 else _table(cast(BlockLayout, layout), numbers, x.device),
+            "phase_ptr": None if len(group) == 1 else _table(cast(BlockLayout, layout), numbers, x.device),
             "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
             **_each("in_size", output if transposed else input),
             **_each("out_size", input if transposed else output),
             **_each("out_step", stride if transposed else (1, 1, 1)),
             **_each("in_step", (1, 1, 1) if transposed else stride),
-            **_each("tap_step", [phase.tap_step * past for phase, past in zip(some[0], taps_past, strict=True)]),
-            **_numbers(some[0], "shift_step"), "block_out": layout.block_shape[0],
+            **_each("tap_step", [phase.tap_step * past for phase, past in zip(group[0], tap_strides, strict=True)]),
+            **_numbers(group[0], "shift_step"), "block_out": layout.block_shape[0],
             "block_in": layout.block_shape[1],
             "AXES": len(axes), **shared.constants, "TRANSPOSE": transpose, "ACTIVATION": activation or "",
             **_common(x.dtype, tile),
         }  # fmt: skip
         tiles_of_tokens = cdiv(max(each["tokens"] for each in numbers), tile.block_m)
         programs = tiles_of_tokens * tasks.shape[0] * cdiv(layout.block_shape[transpose], tile.block_n)
-        launches.append(Launch(_kernels().conv_kernel, (programs, len(some), 1), 4, arguments, tile))
+        launches.append(Launch(_kernels().conv_kernel, (programs, len(group), 1), 4, arguments, tile))
     return launches
 
 
 def _most_splits(steps: int) -> int:
-    """The power of two from these steps on, by comparisons only, so that a traced size keeps its freedom."""
+    """Return `steps` rounded up to a power of two, by comparisons only, which do not specialize a traced size."""
     most = 1
     while most < MAX_SPLITS and most < steps:
         most *= 2
@@ -150,25 +150,25 @@ def _most_splits(steps: int) -> int:
 
 
 def in_one_launch(axes: Sequence[Axis], transposed: bool) -> bool:
-    """Whether all phases come in one launch, with a table; never of a traced layout, see op.py."""
+    """Return whether all phases have one launch, with a table; op.py keeps such calls out of lowered graphs."""
     return math.prod(len(phases(axis, transposed)) for axis in axes) > MAX_LAUNCHES
 
 
 def _table(layout: BlockLayout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
-    """The numbers of all phases; kept with the layout, as a captured graph may neither copy it nor lose it."""
+    """Return the numbers of all phases, cached in the layout: a captured CUDA graph must neither copy nor lose them."""
     rows = tuple(tuple(each.values()) for each in numbers)
     return _on(layout, ("conv phases", rows), device, lambda: np.array(rows, np.int32))
 
 
 def _phase_numbers(
-    three_phases: Sequence[Phase], images: int, taps_past: Sequence[int], shared: Shared
+    three_phases: Sequence[Phase], images: int, tap_strides: Sequence[int], shared: InputSharing
 ) -> dict[str, int]:
-    """The numbers of a phase, in the order in which the kernel reads them from a table."""
+    """Return the numbers of a phase, in the order of the kernel's table."""
     last = three_phases[2]
-    groups = cdiv(last.count, shared.together)
+    groups = cdiv(last.count, shared.positions)
     numbers = {
         "tokens": images * three_phases[0].count * three_phases[1].count * groups, "groups": groups,
-        "first_tap": sum(phase.tap * past for phase, past in zip(three_phases, taps_past, strict=True)),
+        "first_tap": sum(phase.tap * past for phase, past in zip(three_phases, tap_strides, strict=True)),
         **_numbers(three_phases, "first", "count", "taps", "shift"),
     }  # fmt: skip
     return numbers | {"taps2": last.taps // shared.taps}
@@ -183,11 +183,11 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes
     last, gpu = axes[-1], gpu_of(a.device)
     work = replace(_work("wgrad", a, layout, math.prod(b.shape[:-1])), block=rows.block_shape)
     tile, shared = _wgrad_tile(work, last, gpu)
-    tokens = math.prod(b.shape[:-1]) // shared.together
+    tokens = math.prod(b.shape[:-1]) // shared.positions
     taps = math.prod(axis.kernel for axis in axes)
     step = tile.block_k, taps // shared.taps
     if isinstance(layout, TracedLayout):
-        tasks = layout.schedule[OF_ROWS + _wgrad_steps(work, last, taps, gpu).index(step)]
+        tasks = layout.schedule[ROW_TENSORS + _wgrad_steps(work, last, taps, gpu).index(step)]
     else:
         tasks = _wgrad_tasks(layout, transposed, step, a.device)
     _, col, block = _tasks(layout, transposed, a.device)
@@ -200,7 +200,7 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes
     arguments = {
         "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
         "tokens": tokens, "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
-        "groups": last.output // shared.together, "numbers": numbers, "a_blocks": rows.grid[1],
+        "groups": last.output // shared.positions, "numbers": numbers, "a_blocks": rows.grid[1],
         "b_blocks": rows.grid[0], **_numbers(three, "kernel", "stride", "padding", "dilation"),
         **_each("input_size", [axis.input for axis in three]),
         **_each("output_size", [axis.output for axis in three]), "a_width": rows.block_shape[1],
@@ -218,21 +218,21 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes
 
 # -- tiles --------------------------------------------------------------------------------------------------------
 
-# Positions side by side that are tried, and the most taps of the last axis that a step sums.
+# Numbers of neighbouring positions to try, and the most taps of the last axis in one step.
 POSITIONS, MAX_TAPS = (4, 2), 4
-# Sums of a thread that leave it the registers for all else.
+# Sums of a thread that leave enough registers for everything else.
 MAX_SUMS = 128
-# Parts of a sum, which are loaded at once.
+# Most parts of a sum; all are loaded at once.
 MAX_SPLITS = 64
 
 
-class Shared(NamedTuple):
-    """How many positions side by side along the last axis share inputs, with how many of its taps; or 1 and 1.
+class InputSharing(NamedTuple):
+    """Neighbouring positions along the last axis that share inputs, and the taps of a step; (1, 1) shares none.
 
-    Position n meets inputs `n * in_step + i * shift_step`, i < taps: those of a few positions are much the same.
+    Position n meets inputs `n * in_step + i * shift_step`, i < taps, so neighbours meet mostly the same inputs.
     """
 
-    together: int = 1
+    positions: int = 1
     taps: int = 1
     in_step: int = 1
     shift_step: int = 1
@@ -243,20 +243,23 @@ class Shared(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """The inputs of a group, from the first to the last."""
-        return (self.together - 1) * self.in_step + (self.taps - 1) * abs(self.shift_step) + 1
+        """The length of the range of inputs of all positions."""
+        return (self.positions - 1) * self.in_step + (self.taps - 1) * abs(self.shift_step) + 1
 
     @property
-    def pays(self) -> bool:
-        """Whether it saves loads, and all those inputs are met."""
-        met = {n * self.in_step + i * self.shift_step for n in range(self.together) for i in range(self.taps)}
-        return self.inputs == len(met) < self.together * self.taps
+    def saves_loads(self) -> bool:
+        """Whether sharing saves loads, and every input of the range is needed."""
+        met = {n * self.in_step + i * self.shift_step for n in range(self.positions) for i in range(self.taps)}
+        return self.inputs == len(met) < self.positions * self.taps
 
 
-def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int], gpu: Gpu) -> tuple[Tile, Shared]:
-    """The tile of forward or dgrad, its tokens in groups, and what is in a group: a step stays within one entry.
+def _tile(
+    work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int], gpu: Gpu
+) -> tuple[Tile, InputSharing]:
+    """Return the tile of forward or dgrad, whose tokens are groups of positions, and the sharing within a group.
 
-    `count` positions along the last axis meet `taps` inputs each, with `steps` from position to position, tap to tap.
+    Along the last axis, `count` positions meet `taps` inputs each; `steps` are the steps of inputs from position to
+    position and from tap to tap. A step of the kernel stays within one entry.
     """
     dgrad = work.pass_ == "dgrad"
     width, block_n = power_of_two(work.block[not dgrad]), min(max(power_of_two(work.block[dgrad]), 16), 128)
@@ -265,26 +268,26 @@ def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int]
     if _is_exact(work) and not forced:
         block_k = 16 if work.dtype == torch.float64 else max(min(block_n, 64) // 2, 16)
         tile = Tile(min(work.tokens, 64), min(block_n, 64), block_k, warps=4, stages=5)
-    if gpu.kind.startswith("gfx") and not forced:  # the pipeline there is one step in registers, one in shared memory
+    if gpu.kind.startswith("gfx") and not forced:  # its pipeline has one step in registers, one in shared memory
         tile = replace(tile, stages=2)
     tile = replace(tile, block_k=min(tile.block_k, max(width, 16)), pairs=False)
-    for together in POSITIONS if taps <= MAX_TAPS and not _is_exact(work) else ():
-        shared = Shared(together, taps, *steps)
-        small = replace(tile, block_m=max(tile.block_m // together, 16))
-        if forced is None:  # the least that `wgmma` takes, and small steps: what counts is how many programs wait
+    for positions in POSITIONS if taps <= MAX_TAPS and not _is_exact(work) else ():
+        shared = InputSharing(positions, taps, *steps)
+        small = replace(tile, block_m=max(tile.block_m // positions, 16))
+        if forced is None:  # the smallest tile of `wgmma` and small steps: more programs hide the latency
             small = replace(tile, block_m=64, block_k=min(tile.block_k, 64 // work.dtype.itemsize), stages=2)
-        if not fits_tensor_memory(together, taps, small.block_m, small.block_n, gpu):
-            break  # two at a time take as many instructions as each by itself, or more
+        if not fits_tensor_memory(positions, taps, small.block_m, small.block_n, gpu):
+            break  # two positions at a time take no fewer instructions than one
         loads = (shared.inputs * small.block_m + taps * small.block_n) * small.block_k * work.dtype.itemsize
-        few = tokens <= FEW_TOKENS or block_n > 64 or cdiv(count, together) * together * 7 > count * 8
-        fits = together * small.block_m * small.block_n <= 32 * small.warps * MAX_SUMS
-        if shared.pays and fits and not few and small.stages * loads < gpu.shared_memory:
+        few = tokens <= FEW_TOKENS or block_n > 64 or cdiv(count, positions) * positions * 7 > count * 8
+        fits = positions * small.block_m * small.block_n <= 32 * small.warps * MAX_SUMS
+        if shared.saves_loads and fits and not few and small.stages * loads < gpu.shared_memory:
             return small, shared
-    return fit(tile, work, gpu), Shared()
+    return fit(tile, work, gpu), InputSharing()
 
 
-def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
-    """The tile of wgrad, its tokens in groups, and what is in a group."""
+def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, InputSharing]:
+    """Return the tile of wgrad, whose tokens are groups of positions, and the sharing within a group."""
     block_n = min(max(power_of_two(work.block[0]), 16), 128)
     forced = forced_tile("wgrad")
     block_k = 64 if block_n > 32 else 128
@@ -293,23 +296,23 @@ def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
         tile = Tile(16, min(block_n, 64), 64 if work.dtype == torch.float64 or block_n > 32 else 128, 4, stages=4)
     if gpu.kind.startswith("gfx") and not forced:
         tile = replace(tile, stages=2)
-    for together in POSITIONS if 1 < last.kernel <= MAX_TAPS and not _is_exact(work) else ():
-        shared = Shared(together, last.kernel, last.stride, last.dilation)
-        small = replace(tile, block_m=max(tile.block_m // together, 16))
+    for positions in POSITIONS if 1 < last.kernel <= MAX_TAPS and not _is_exact(work) else ():
+        shared = InputSharing(positions, last.kernel, last.stride, last.dilation)
+        small = replace(tile, block_m=max(tile.block_m // positions, 16))
         if forced is None:
             small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=min(tile.stages, 3))
-        if not fits_tensor_memory(last.kernel, together, small.block_k, small.block_n, gpu):
+        if not fits_tensor_memory(last.kernel, positions, small.block_k, small.block_n, gpu):
             break  # as above
-        loads = (shared.inputs * small.block_k + together * small.block_n) * small.block_m * work.dtype.itemsize
+        loads = (shared.inputs * small.block_k + positions * small.block_n) * small.block_m * work.dtype.itemsize
         fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MAX_SUMS
-        # A group that went on beyond the end of the axis would multiply inputs that are not a number by zeros.
-        if shared.pays and fits and last.output % together == 0 and 2 * loads < gpu.shared_memory:
+        # A group beyond the end of the axis would multiply inputs that may be NaN by zeros.
+        if shared.saves_loads and fits and last.output % positions == 0 and 2 * loads < gpu.shared_memory:
             return replace(small, stages=min(small.stages, (gpu.shared_memory - 1) // loads)), shared
-    return fit(tile, work, gpu), Shared()
+    return fit(tile, work, gpu), InputSharing()
 
 
 def _is_exact(work: Work) -> bool:
-    """Whether products are plain multiply-adds, whose operands need the registers."""
+    """Return whether products are plain multiply-adds, whose operands need the registers."""
     return work.dtype in (torch.float32, torch.float64) and not work.tf32
 
 
@@ -328,22 +331,22 @@ def _common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
 
 def _check_fits(layout: Layout, axes: Sequence[Axis], images: int) -> None:
-    """Raises a BlockSparseError for more blocks, channels or positions than kernels count."""
-    if isinstance(layout, BlockLayout):  # of others the schedule has been made
+    """Refuse more blocks, channels or positions than kernels can count."""
+    if isinstance(layout, BlockLayout):  # a traced layout was checked with its schedule
         check_layout_fits(layout)
     inputs = outputs = images
     for axis in axes:
         reach = axis.input + (axis.output - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
         check_fits("x", "positions along an axis with all that its taps reach", reach)
         inputs, outputs = inputs * axis.input + reach, outputs * axis.output + reach
-    for count in (inputs, outputs):  # beyond the border positions are counted too, though not read
+    for count in (inputs, outputs):  # kernels count positions beyond the border, too
         check_fits("x", "positions in one call, with all that its taps reach,", count)
 
 
 # -- schedules --------------------------------------------------------------------------------------------------
 
-# The tensors of a schedule before those of wgrad: tasks, columns and blocks for forward and for dgrad.
-OF_ROWS = 6
+# Tensors of a schedule before those of wgrad: tasks, columns and blocks for forward and for dgrad.
+ROW_TENSORS = 6
 
 
 def schedule(
@@ -354,16 +357,16 @@ def schedule(
     last: tuple[int, int, int],
     transposed: bool,
 ) -> list[Tensor]:
-    """The index tensors of a layout for all passes: of wgrad, as `transposed` as this, for each kind of tile.
+    """Return the index tensors of a layout for all passes, cached in the layout.
 
-    `taps` are those of all axes, `last` has the kernel, stride and dilation of the last. Made at the first call,
-    then kept.
+    `taps` is the number of taps of all axes, `last` the kernel, stride and dilation of the last axis. The tasks of
+    wgrad are those of a convolution, or with `transposed` of a transposed one, for each kind of tile.
     """
     key = ("conv schedule", device, dtype, taps, last, transposed, forced(dtype), tf32())
     if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)
-    found: list[Tensor] | None = layout._derived.get(key)
-    return layout.derived(key, lambda: _schedule(layout, *key[1:6])) if found is None else found
+    cached: list[Tensor] | None = layout._derived.get(key)
+    return layout.derived(key, lambda: _schedule(layout, *key[1:6])) if cached is None else cached
 
 
 def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
@@ -371,7 +374,7 @@ def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
     return True
 
 
-_schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as that of ops/linear/triton.py
+_schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in ops/linear/triton.py
 
 
 def _schedule(
@@ -395,9 +398,9 @@ def _schedule(
 
 
 def _wgrad_steps(work: Work, last: Axis, taps: int, gpu: Gpu) -> list[tuple[int, int]]:
-    """The steps of each kind of tile that wgrad has, by how many outputs are side by side: `block_k`, lanes a block."""
-    found = (_wgrad_tile(work, replace(last, output=outputs), gpu) for outputs in (*POSITIONS, 1))
-    return [*dict.fromkeys((tile.block_k, taps // shared.taps) for tile, shared in found)]
+    """Return the steps of each kind of tile of wgrad: `block_k` and the lanes of a block, as in `wgrad_tasks`."""
+    kinds = (_wgrad_tile(work, replace(last, output=outputs), gpu) for outputs in (*POSITIONS, 1))
+    return [*dict.fromkeys((tile.block_k, taps // shared.taps) for tile, shared in kinds)]
 
 
 def _wgrad_tasks(layout: BlockLayout, transposed: bool, step: tuple[int, int], device: torch.device) -> Tensor:
@@ -407,7 +410,7 @@ def _wgrad_tasks(layout: BlockLayout, transposed: bool, step: tuple[int, int], d
 
 def _tasks(layout: Layout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(layout, TracedLayout):
-        tasks, col, block = layout.schedule[3:OF_ROWS] if transpose else layout.schedule[:3]
+        tasks, col, block = layout.schedule[3:ROW_TENSORS] if transpose else layout.schedule[:3]
         return tasks, col, block if transpose else None
     plan = layout.derived(("tasks", transpose, None), lambda: linear_plan(layout, transpose))
     tasks = _on(layout, ("conv tasks", transpose), device, lambda: plan.tasks)
@@ -421,7 +424,7 @@ def _tasks(layout: Layout, transpose: bool, device: torch.device) -> tuple[Tenso
 
 
 def _on(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: Any) -> Tensor:
-    """The array on the device, kept with the layout."""
+    """Return the array on the device, cached in the layout."""
 
     def build() -> Tensor:
         with torch.inference_mode(False):

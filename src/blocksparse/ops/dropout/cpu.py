@@ -1,4 +1,4 @@
-"""Dropout with a leaky ReLU on the CPU: tensors to addresses, one call into the compiled core."""
+"""Dropout with a leaky ReLU on the CPU: each pass is one call of the compiled core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition of dropout with a leaky ReLU, and of what is drawn, in numpy and plain PyTorch."""
+"""The definition of dropout with a leaky ReLU, and of its random numbers, in numpy and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Numbers per stream of random numbers (a part), and generators per stream.
+# Random numbers per stream (a part), and generators per stream.
 PART, LANES = 4096, 8
 WARM_UP = 18
-# Parts drawn at a time, to bound the memory.
+# Parts that are drawn at a time; bounds the memory.
 PARTS = 2048
 
 
@@ -18,20 +18,20 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: int) -> tuple[Tensor, Tensor]:
-    kept = torch.from_numpy(drawn(x.numel(), seed) >= least).view(x.shape)
-    code = torch.where(kept, torch.where(x > 0, 1, 2), 0).to(torch.uint8)
+    keep = torch.from_numpy(drawn(x.numel(), seed) >= least).view(x.shape)
+    code = torch.where(keep, torch.where(x > 0, 1, 2), 0).to(torch.uint8)
     return backward(x, code, factors), code
 
 
 def backward(grad: Tensor, code: Tensor, factors: tuple[float, float, float]) -> Tensor:
     sums = torch.float64 if grad.dtype == torch.float64 else torch.float32
     of = torch.tensor(factors, dtype=sums)[code.long()]
-    # Not a product with 0, which is NaN for infinity.
+    # `where` instead of a product with 0, which is NaN for infinity.
     return torch.where(code == 0, 0, grad.to(sums) * of).to(grad.dtype)
 
 
 def drawn(count: int, seed: int) -> np.ndarray:
-    """Draws `count` uint16: each part has eight SFC64 generators, which take turns and give their lowest bits first.
+    """Draw `count` uint16: each part has eight SFC64 generators, which take turns; their lowest bits come first.
 
     Source: Doty-Humphrey, PractRand (2010), whose sfc64 with three words of seed this is.
     """

@@ -14,22 +14,23 @@ __all__ = ["EXPERT_LINEAR", "EXPERT_LINEAR_WGRAD", "Routes", "expert_linear", "p
 
 
 def expert_linear(x: Tensor, values: Tensor, layout: BlockLayout, starts: Tensor) -> Tensor:
-    """Multiplies each group of rows by the weight of its expert: y[a:b] = x[a:b] W_e^T, a = starts[e], b = starts[e+1].
+    """Multiply each group of rows by its expert's weight: y[a:b] = x[a:b] W_e^T, a = starts[e], b = starts[e+1].
 
     Args:
         x: `[rows, in_features]`, sorted by expert.
-        values: `[nnz, block_out, block_in]`, the blocks of all weights, one above the other.
+        values: `[nnz, block_out, block_in]`, the blocks of all weights, expert by expert.
         layout: which blocks of `[experts * out_features, in_features]` these are.
-        starts: int64 `[experts + 1]` on the CPU, where the group of each expert begins, and where the last one ends.
+        starts: int64 `[experts + 1]` on the CPU: the first row of each expert's group, and the end of the last group.
 
-    Dtypes, devices and autocast are those of `linear`. Differentiable in x and values as often as needed. Time grows
-    with the rows and stored blocks of each expert. An expert without rows costs the zeros of its gradient.
+    Dtypes, devices and autocast are those of `linear`. The result can be differentiated any number of times in x and
+    values. Time grows with the rows and stored blocks of each expert. An expert without rows costs only the zeros of
+    its gradient.
 
     Returns:
         `[rows, out_features]`; exactly 0 for rows outside all groups.
 
     Raises:
-        BlockSparseError: sizes that do not fit, mixed dtypes or devices.
+        BlockSparseError: sizes do not fit, or dtypes or devices are mixed.
 
     Example:
         >>> import torch, blocksparse as bs

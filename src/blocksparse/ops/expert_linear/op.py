@@ -1,7 +1,7 @@
 """The products of experts as operations: the product, its transpose, and the gradient of the values.
 
-Each is one node of autograd and of a graph, whose backward pass writes the gradient of all experts once. The backends
-are those of `linear`, called for each expert on its rows and its blocks.
+Each is one node of autograd and of graphs, whose backward pass writes the gradient of all experts once. The backends
+are those of `linear`, called per expert with its rows and its blocks.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ..registry import Geometry, LayoutOp, Tensors, can_call_directly, features_
 
 
 class ExpertPart(NamedTuple):
-    """The stored blocks of one expert within those of all, and their layout."""
+    """The blocks of one expert within those of all experts, and their layout."""
 
     blocks: slice
     layout: BlockLayout
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is one block, which is a dense matrix."""
+        """Whether the weight is one block, and so a dense matrix."""
         return self.layout.grid == (1, 1) and self.layout.nnz == 1
 
 
 def parts_of(layout: BlockLayout, experts: int) -> list[ExpertPart]:
-    """Cuts a layout into those of its experts, one above the other; made once, and shared where they are equal."""
+    """Cut the layout of all experts into one per expert, cached; equal ones are one object."""
 
     def make() -> list[ExpertPart]:
-        height, found = layout.grid[0] // experts, []
+        height, parts = layout.grid[0] // experts, []
         rows, cols = layout.row_of_block, layout.col_of_block
         shared: dict[BlockLayout, BlockLayout] = {}
         edges = rows.searchsorted(range(0, layout.grid[0] + 1, height))
         for expert, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
             own = rows[begin:end] - expert * height
             part = BlockLayout.from_indices(own, cols[begin:end], (height, layout.grid[1]), layout.block_shape)
-            found.append(ExpertPart(slice(begin, end), shared.setdefault(part, part)))
-        return found
+            parts.append(ExpertPart(slice(begin, end), shared.setdefault(part, part)))
+        return parts
 
     return layout.derived(("experts", experts), make)
 
 
 def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[int, int, ExpertPart]]:
-    """Returns where the rows of each expert begin and end, and its part."""
+    """Return for each expert the range of its rows and its part of the layout."""
     edges = starts.tolist()
     if edges != sorted(edges) or edges[0] != 0 or edges[-1] > rows:
         raise BlockSparseError.expected("starts", f"0, then rising numbers up to {rows}", edges)
@@ -58,7 +58,10 @@ def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[in
 
 
 class ExpertLinear(LayoutOp):
-    """Of each expert's rows x W^T, or x W with `transpose`: values, x; starts, transpose."""
+    """x W^T of each expert's rows, or x W with `transpose`.
+
+    Its tensors are values and x, its options starts and transpose.
+    """
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (values, x), (starts, transpose) = tensors, options
@@ -102,7 +105,7 @@ class ExpertLinear(LayoutOp):
 
 
 class ExpertLinearWgrad(LayoutOp):
-    """Of each expert's rows the blocks of grad^T x that the layout stores: grad, x; starts."""
+    """The stored blocks of grad^T x of each expert's rows; its tensors are grad and x, its option is starts."""
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (grad, x), (starts,) = tensors, options

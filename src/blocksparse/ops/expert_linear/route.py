@@ -1,4 +1,4 @@
-"""Sorts the tokens of a mixture by expert, and tells the host where each expert's begin."""
+"""The routing of a mixture of experts: tokens sorted by expert, and the range of each expert on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..torch_op import define_op
 
 
 class Routes(NamedTuple):
-    """Which entry of the index goes where among the entries sorted by expert.
+    """The order of the index's entries when they are sorted by expert.
 
-    order: int64 `[tokens * k]`, the entry of each sorted place.
-    place: int64 `[tokens * k]`, the sorted place of each entry.
-    starts: int64 `[experts + 1]` on the CPU, where the entries of each expert begin, and where the last one ends.
+    order: int64 `[tokens * k]`, the entry at each sorted position.
+    place: int64 `[tokens * k]`, the sorted position of each entry.
+    starts: int64 `[experts + 1]` on the CPU: the first entry of each expert, and the end of the last one.
     """
 
     order: Tensor
@@ -26,14 +26,14 @@ class Routes(NamedTuple):
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routes:
-    """Sorts the entries of an index by expert; the host waits for `starts` once.
+    """Sort the entries of an index by expert; the host waits for `starts` once.
 
     Args:
-        top_k_index: integers `[tokens, k]`, the experts of each token, with `num_experts` for none.
+        top_k_index: integers `[tokens, k]`, the experts of each token; `num_experts` stands for none.
         num_experts: the number of experts.
 
     Raises:
-        BlockSparseError: numbers below 0 or above `num_experts`.
+        BlockSparseError: an index is below 0 or above `num_experts`.
 
     >>> import torch
     >>> order, place, starts = route(torch.tensor([[2, 0], [0, 3]]), 3)
@@ -50,8 +50,8 @@ def _route(top_k_index: Tensor, num_experts: int) -> list[Tensor]:
     starts = torch.searchsorted(experts, edges).cpu()
     first, *_, last = starts.tolist()
     if first > 0 or last < len(order):
-        wanted = f"numbers from 0 to {num_experts - 1}, or {num_experts} for no expert"
-        raise BlockSparseError.expected("top_k_index", wanted, f"{int(experts[0])} to {int(experts[-1])}")
+        expected = f"numbers from 0 to {num_experts - 1}, or {num_experts} for no expert"
+        raise BlockSparseError.expected("top_k_index", expected, f"{int(experts[0])} to {int(experts[-1])}")
     return [order, order.argsort(), starts[:-1].clone()]
 
 

@@ -1,4 +1,4 @@
-"""The gated pair of block-sparse products, activation(x G^T) * (x U^T), as the MLPs of language models have it."""
+"""The gated pair of block-sparse products, activation(x G^T) * (x U^T), used by the MLPs of language models."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def gated_linear(
     up_bias: Tensor | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """Computes activation(x G^T + gate_bias) * (x U^T + up_bias), a gated linear unit with block-sparse weights.
+    """Return activation(x G^T + gate_bias) * (x U^T + up_bias), a gated linear unit with block-sparse weights.
 
     Args:
         x: `[..., in_features]`, any strides.
         gate, up: `[nnz, block_out, block_in]`, the values of G and of U on their layouts.
-        gate_layout, up_layout: of one shape and block; which blocks they store may differ.
+        gate_layout, up_layout: of one shape and block; they may store different blocks.
         gate_bias, up_bias: `[out_features]` or None.
         activation: None, "relu", "gelu" (the exact one) or "silu".
 
     Dtypes, devices, autocast and gradients are those of `linear`. On a GPU, in inference, one kernel computes both
-    products: inputs that both need are loaded once, and neither product is written. Elsewhere it is two calls of
+    products: inputs that both need are loaded once, and neither product is written. Otherwise this is two calls of
     `linear`, and differentiable.
 
     Returns:
         `[..., out_features]`.
 
     Raises:
-        BlockSparseError: layouts of different shapes or blocks, and as `linear`.
+        BlockSparseError: the layouts have different shapes or blocks, or as `linear`.
 
     Example:
         >>> import torch, blocksparse as bs

@@ -1,4 +1,4 @@
-"""The gated pair on the CPU: the two products."""
+"""The gated pair on the CPU: two linear products."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def gated_linear_kernel(
     gate_bias_ptr,  # [out] or None
     up_bias_ptr,
     y_ptr,  # [tokens, out]
-    task_ptr,  # int32 [tasks, 5]: row, where entries of both, of the gate, of the other begin, and end
+    task_ptr,  # int32 [tasks, 5]: row, first entry of both, of the gate alone, of up alone, end
     col_ptr,  # int32 [entries]
     gate_block_ptr,  # int32 [entries]: the block of the gate's values
     up_block_ptr,
@@ -24,7 +24,7 @@ def gated_linear_kernel(
     block_out: tl.constexpr, block_in: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens and outputs, of both products: inputs that both need are loaded once."""
+    """Compute one tile of tokens and outputs of both products; inputs that both need are loaded once."""
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     slices: tl.constexpr = triton.cdiv(block_out, BLOCK_N)
     tiles = tl.cdiv(tokens, BLOCK_M)

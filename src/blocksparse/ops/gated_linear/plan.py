@@ -1,4 +1,4 @@
-"""What the programs of the gated pair do: pure numpy, made once per pair of layouts."""
+"""The plan of the gated pair on a GPU, in pure numpy, computed once per pair of layouts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...layout import BlockLayout
 class GatedPlan:
     """One task per row of both weights, longest first.
 
-    `tasks` is int32 `[tasks, 5]`: the row, and where the entries begin that both weights have, those of the gate alone,
-    those of the up-projection alone, and where these end. Entry e multiplies the inputs of block `col[e]` with block
-    `block[0, e]` of the gate's values and block `block[1, e]` of the others; 0 where there is none.
+    `tasks` is int32 `[tasks, 5]`: the row, the first entry that both weights have, the first of the gate alone, the
+    first of the up-projection alone, and the end. Entry e multiplies the inputs of block `col[e]` with block
+    `block[0, e]` of the gate's values and block `block[1, e]` of the other values; 0 stands for a missing block.
     """
 
     tasks: np.ndarray
@@ -24,7 +24,7 @@ class GatedPlan:
 
 
 def gated_plan(gate: BlockLayout, up: BlockLayout) -> GatedPlan:
-    """Sorts the blocks of each row of two layouts by who has them.
+    """Sort the blocks of each row into those of both layouts, of the gate alone, and of the other alone.
 
     >>> import blocksparse as bs
     >>> gate = bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0]], block_size=32)

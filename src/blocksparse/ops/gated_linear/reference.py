@@ -1,4 +1,4 @@
-"""The definition of the gated pair of products: both dense."""
+"""The definition of the gated pair: two dense products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gated_linear(
     x: Tensor, gate: Tensor, gate_layout: BlockLayout, up: Tensor, up_layout: BlockLayout, gate_bias: Tensor | None,
     up_bias: Tensor | None, activation: str | None,
 ) -> Tensor:  # fmt: skip
-    """activation(x G^T + gate_bias) * (x U^T + up_bias): `[tokens, in] -> [tokens, out]`."""
+    """Return activation(x G^T + gate_bias) * (x U^T + up_bias): `[tokens, in] -> [tokens, out]`."""
     wide = accumulator(x.dtype)
     products = [
         x.to(wide) @ to_dense(values.to(wide), layout).T + (0 if bias is None else bias.to(wide))

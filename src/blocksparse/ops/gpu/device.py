@@ -1,6 +1,6 @@
-"""Device functions of several GPU kernels: walking blocks in lanes, loading tiles, finishing a sum.
+"""Device functions that GPU kernels share: lanes over blocks, loads of tiles, the end of a sum.
 
-The inner dimension is walked in lanes: lane l of a task is feature l % WIDTH of its entry l // WIDTH, so one step
+The inner dimension consists of lanes: lane l of a task is feature l % WIDTH of its entry l // WIDTH, so one step
 gathers several small blocks or a part of a large one. WIDTH is the block's side rounded up to a power of two; lanes
 beyond the true side are masked.
 """
@@ -16,7 +16,7 @@ DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 @triton.jit
 def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Entry, feature within its block and existence of each lane from lane0 on."""
+    """Return entry, feature within its block, and mask of the BLOCK_K lanes from lane0 on."""
     lane = lane0 + tl.arange(0, BLOCK_K)
     entry = first + lane // WIDTH
     k = lane % WIDTH
@@ -28,7 +28,7 @@ def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K:
 
 @triton.jit
 def load_inputs(rows, valid, col_ptr, entry, k, there, width: tl.constexpr):
-    """[BLOCK_M, BLOCK_K]: the features of the lanes' blocks, from pointers to the rows of inputs; 0 where not valid."""
+    """Return inputs [BLOCK_M, BLOCK_K] of the lanes, from pointers to rows; 0 for rows that are not valid."""
     col = tl.load(col_ptr + entry, mask=there, other=0)
     mask = there[None, :]
     if valid is not None:
@@ -42,7 +42,7 @@ def load_weights(
     entry, k, there, output,
     block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_N]: the lanes' part of their blocks, or of the transposed blocks."""
+    """Return weights [BLOCK_K, BLOCK_N] of the lanes, of the blocks or the transposed blocks."""
     block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
     block_start = block.to(tl.int64) * (block_out * block_in)
     mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
@@ -55,31 +55,31 @@ def load_weights(
 
 @triton.jit
 def dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """sums + a b. Triton's interpreter keeps bfloat16 as integers and would multiply those: it has WIDEN set."""
+    """Return sums + a b. Triton's interpreter needs WIDEN: it stores bfloat16 as integers and would multiply those."""
     if WIDEN:
         a = a.to(sums.dtype)
         b = b.to(sums.dtype)
     if PRECISION == "tf32x3":
-        # Each operand is the sum of its leading 11 bits and the rest. Tensor cores cut their sums off, always towards
-        # zero: only those of one step are theirs, and the small products come first.
+        # Each operand is split into its leading 11 bits and the rest. Tensor cores round sums towards zero, so they add
+        # within one step only, and small products first.
         a_large = _leading(a)
         b_large = _leading(b)
         step = tl.dot(a - a_large, b_large, input_precision="tf32", out_dtype=sums.dtype)
         step = tl.dot(a_large, b - b_large, step, input_precision="tf32", out_dtype=sums.dtype)
-        step = tl.where(step == step, step, 0)  # infinity less infinity: the large product has it
+        step = tl.where(step == step, step, 0)  # NaN from inf - inf; the large product has the inf
         return sums + tl.dot(a_large, b_large, step, input_precision="tf32", out_dtype=sums.dtype)
     return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
 
 
 @triton.jit
 def _leading(numbers):
-    """The numbers cut off to the bits of TF32."""
+    """Return the numbers truncated to TF32."""
     return (numbers.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def biased(sums, bias_ptr, column, real):
-    """sums + bias, or sums where there is none; `real` are the columns that exist."""
+    """Return sums + bias, or sums if there is no bias; `real` masks the columns that exist."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
     return sums
@@ -99,12 +99,12 @@ def activated(sums, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Bias, activation, and the store to the outputs of block row `row`, by pointers to the rows of the result."""
+    """Add the bias, apply the activation, and store to the outputs of block row `row`; `rows` points to rows of y."""
     write(sums, rows, valid, bias_ptr, row * height + output, output < height, ACTIVATION)
 
 
 @triton.jit
 def write(sums, rows, valid, bias_ptr, column, real, ACTIVATION: tl.constexpr):
-    """Bias, activation, and the store to these columns, those that are real, by pointers to the rows of the result."""
+    """Add the bias, apply the activation, and store to the real ones of these columns; `rows` points to rows of y."""
     sums = activated(biased(sums, bias_ptr, column, real), ACTIVATION)
     tl.store(rows[:, None] + column[None, :], sums, mask=valid[:, None] & real[None, :])

@@ -1,7 +1,7 @@
-"""Plans what the programs of a GPU do, once per layout: pure numpy without values, testable without a GPU.
+"""Plans of the programs of a GPU, computed once per layout in pure numpy, testable without a GPU.
 
-A task is what one program sums up. Longest first: what is handed out last is then short, and no program is left alone
-with a long row.
+A task is the work of one program. Tasks are sorted longest first, so that no program is left alone with a long row at
+the end.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import numpy as np
 
 from ...layout import BlockLayout
 
-# Rows are compared only within chunks of this many, which bounds the time and memory of pairing them.
+# Rows are paired only within chunks of this size, which bounds time and memory.
 PAIRING_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The tasks of y = x W^T (or, from the transposed layout, of y = x W).
+    """The tasks of y = x W^T, or of y = x W for the transposed layout.
 
-    `tasks` is int32: `[tasks, 4]`, each a row, its first and last entry, and the slot for its sums where it is but a
-    part of the row (else -1); or `[tasks, 5]`, with a second row that is summed up at the same time (-1: none). Entry e
-    multiplies the inputs of block `col[e]` with block `block[e]` of the values, or with `block[e, 0]` for the first
-    row and `block[e, 1]` for the second (-1: that row has none there). Slot s holds a part of row `slots[s, 0]`, whose
-    last slot is `slots[s, 1] - 1` if s is its first (else -1: no sum starts there).
+    `tasks` is int32 `[tasks, 4]`: a row, its first entry, the end of its entries, and the slot for the sums if this is
+    a part of the row, else -1. It is `[tasks, 5]` if tasks have a second row (-1: none), which is summed at the same
+    time. Entry e multiplies the inputs of block `col[e]` with block `block[e]` of the values, or with `block[e, 0]` for
+    the first row and `block[e, 1]` for the second (-1: that row lacks the block). Slot s holds a part of row `slots[s,
+    0]`; if s is the row's first slot, the last one is `slots[s, 1] - 1`, else `slots[s, 1]` is -1.
     """
 
     tasks: np.ndarray
     col: np.ndarray  # int32 [entries]
-    block: np.ndarray | None  # int32 [entries] or [entries, 2]; None where it is the entry itself
+    block: np.ndarray | None  # int32 [entries] or [entries, 2]; None if entry e uses block e
     slots: np.ndarray  # int32 [slots, 2]
 
 
 def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None) -> LinearPlan:
-    """One task per row, or several for a row of more than `longest` entries, as equal as can be.
+    """Return one task per row, or several of about equal length for a row of more than `longest` entries.
 
     >>> import blocksparse as bs
     >>> hub = bs.BlockLayout([[True] * 4, [True, False, False, False]], block_size=32)
@@ -67,7 +67,7 @@ def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None
 
 
 def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
-    """Two rows per task, matched so that they share many inputs, which are then loaded once for both.
+    """Return tasks of two rows each, matched to share many inputs, which are then loaded once for both.
 
     >>> import blocksparse as bs
     >>> twins = bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32)
@@ -86,7 +86,7 @@ def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
     """
     rows = layout.T if transpose else layout
     pairs = np.array(matching(rows))
-    task, seat = np.empty((2, rows.grid[0] + 1), dtype=np.int64)  # one more, for rows that are -1
+    task, seat = np.empty((2, rows.grid[0] + 1), dtype=np.int64)  # one more, for row -1
     task[pairs] = np.arange(len(pairs))[:, None]
     seat[pairs] = 0, 1
     row = rows.row_of_block
@@ -100,7 +100,7 @@ def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
 
 
 def matching(rows: BlockLayout) -> list[tuple[int, int]]:
-    """Each row once, two and two, greedily those that share most blocks of inputs first; an odd one with -1.
+    """Pair rows greedily, those that share most blocks of inputs first; a row without partner has -1.
 
     >>> import blocksparse as bs
     >>> matching(bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32))
@@ -125,22 +125,22 @@ def matching(rows: BlockLayout) -> list[tuple[int, int]]:
 
 
 def _shared(rows: BlockLayout, begin: int, end: int) -> np.ndarray:
-    """How many blocks of inputs each two of these rows share."""
-    here = slice(*rows.row_start[[begin, end]])
-    used, col = np.unique(rows.col_of_block[here], return_inverse=True)
+    """Return how many blocks of inputs each two of these rows share, `[rows, rows]`."""
+    blocks = slice(*rows.row_start[[begin, end]])
+    used, col = np.unique(rows.col_of_block[blocks], return_inverse=True)
     member = np.zeros((end - begin, len(used)), dtype=np.float32)
-    member[rows.row_of_block[here] - begin, col] = 1
+    member[rows.row_of_block[blocks] - begin, col] = 1
     return member @ member.T
 
 
 def share(plan: LinearPlan) -> float:
-    """Returns the fraction of input loads that two rows at a time save, from 0 to 0.5."""
+    """Return the fraction of input loads that two rows at a time save, from 0 to 0.5."""
     blocks = len(plan.col) if plan.block is None else int((plan.block >= 0).sum())
     return 1 - len(plan.col) / max(blocks, 1) if blocks else 0.0
 
 
 def most_shared(layout: BlockLayout, transpose: bool) -> float:
-    """An upper bound of `share`, in a fraction of the time: as if each row had the best of the others for itself."""
+    """Return an upper bound of `share`, for which each row is paired with its best partner; much faster."""
     rows = layout.T if transpose else layout
     best = 0.0
     for begin in range(0, rows.grid[0], PAIRING_CHUNK):
@@ -151,9 +151,9 @@ def most_shared(layout: BlockLayout, transpose: bool) -> float:
 
 
 def wgrad_tasks(layout: BlockLayout, block_k: int, taps: int = 1) -> np.ndarray:
-    """The tasks of the sampled product, int32 `[tasks, 4]`: a row, its first and last entry, the task's first lane.
+    """Return the tasks of the sampled product, int32 `[tasks, 4]`: a row, its first entry, the end, the first lane.
 
-    Of a convolution an entry has its lanes once for each of `taps`.
+    In a convolution, an entry has its lanes once per tap.
 
     >>> import blocksparse as bs
     >>> layout = bs.BlockLayout([[True, True, True], [False, True, False]], block_size=32)

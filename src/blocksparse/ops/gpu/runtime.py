@@ -1,4 +1,4 @@
-"""Tells whether Triton can run here, on a GPU or in its interpreter, and launches kernels, for all Triton backends."""
+"""Triton on this machine, for all Triton backends: availability on a GPU or in the interpreter, and launches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 
 @lru_cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU: slow, for tests and debugging."""
+    """Return whether kernels run in Triton's interpreter on the CPU: slow, for tests and debugging."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unavailable() -> str | None:
-    """Why no Triton kernel can run here, or None. Does not import Triton."""
+    """Return why no Triton kernel can run on this machine, or None. Does not import Triton."""
     if interpreting() and _installed():
         return None
     if torch.cuda.is_available():
@@ -39,13 +39,13 @@ def unavailable() -> str | None:
 
 
 def details() -> str:
-    """What the kernels run on."""
+    """Return the name of the device that runs the kernels."""
     return "Triton's interpreter, on the CPU" if interpreting() else torch.cuda.get_device_name()
 
 
-@lru_cache(maxsize=256)  # asked for each call
+@lru_cache(maxsize=256)  # every call needs it
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why such tensors cannot be served, or None: the `refusal` of each op's Triton backend."""
+    """Return why Triton kernels cannot serve these tensors, or None. All Triton backends share this `refusal`."""
     if dtype not in SUM_DTYPES:
         return f"it serves {', '.join(str(known) for known in SUM_DTYPES)}"
     if interpreting() and device.type != "cpu":
@@ -72,8 +72,8 @@ def _refusal_of_gpu(index: int | None) -> str | None:
         return _MISSING
     capability = torch.cuda.get_device_capability(index)
     if torch.version.hip is None and capability < CAPABILITY:
-        here, least = (".".join(map(str, version)) for version in (capability, CAPABILITY))
-        return f"{torch.cuda.get_device_name(index)} has compute capability {here}, and the kernels need {least}"
+        own, minimum = (".".join(map(str, version)) for version in (capability, CAPABILITY))
+        return f"{torch.cuda.get_device_name(index)} has compute capability {own}, and the kernels need {minimum}"
     return None
 
 
@@ -81,35 +81,35 @@ def _refusal_of_gpu(index: int | None) -> str | None:
 
 MAX_PROGRAMS = 2**31 - 1
 MAX_SLICES = 2**16 - 1  # along the other two axes of a grid
-# Kernels count in int32, and beyond the last number up to a tile more before they mask it; addresses are int64.
+# Kernels count in int32, up to one tile beyond the last number, which they mask; addresses are int64.
 MAX_COUNTED = 2**31 - 2**16
 
 
 def check_fits(name: str, what: str, count: int) -> None:
-    """Raises a BlockSparseError for more of something than kernels count."""
+    """Refuse a count above the range of the kernels."""
     if count > MAX_COUNTED:
         raise BlockSparseError.expected(name, f"at most {MAX_COUNTED} {what} on a GPU", f"{count}")
 
 
 def check_layout_fits(layout: BlockLayout) -> None:
-    """Raises a BlockSparseError for a layout with more blocks or features than kernels count."""
+    """Refuse a layout with more blocks or features than kernels can count."""
     check_fits("layout", "blocks", layout.nnz)
     for blocks, size in zip(layout.grid, layout.block_shape, strict=True):
-        # Lanes are those of blocks rounded up.
+        # Lanes belong to blocks rounded up.
         check_fits("layout", "features, in blocks of a power of two,", blocks * power_of_two(size))
     check_fits("layout", "numbers in a block", layout.block_shape[0] * layout.block_shape[1])
 
 
 def stream_of(x: Tensor) -> int | None:
-    """The current stream of a GPU, as a number; None elsewhere."""
+    """Return the current stream of x's GPU, as a number; None on the CPU."""
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
 
 
 def keep_for_stream(device: torch.device, *tensors: Any) -> None:
-    """Keeps the tensors' memory from others until the current stream has done what is queued when they go.
+    """Let freed memory of these tensors be reused only after the work that the current stream has queued by then.
 
-    Index tensors are kept with a layout. One that is dropped while another stream still reads them would give their
-    memory away too early.
+    A layout caches index tensors. If it is freed while another stream still reads them, their memory must not be
+    reused.
     """
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
@@ -119,10 +119,10 @@ def keep_for_stream(device: torch.device, *tensors: Any) -> None:
 
 
 class Launch:
-    """A kernel, its grid, and all of its arguments but the tensors of a call.
+    """A kernel, its grid, and all of its arguments except the tensors of a call.
 
-    Triton looks up the compiled kernel in each launch, and asks the driver about each tensor's address, which costs as
-    much as a small product: here the kernel is kept, and gets addresses.
+    In each launch, Triton looks up the compiled kernel and queries the driver for each tensor's address, which costs as
+    much as a small product. This class keeps the compiled kernel, and passes addresses.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Launch:
         self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
         self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
         self.compiled: Any = None
-        self.numbers: tuple[Any, ...] = ()  # the arguments, tensors as addresses
+        self.numbers: tuple[Any, ...] = ()  # the arguments, with addresses in place of tensors
 
     def __call__(self, *tensors: Tensor | None) -> None:
         x: Any = tensors[0]
-        if isinstance(x, FunctionalTensor):  # traced: the graph launches it
+        if isinstance(x, FunctionalTensor):  # traced: the graph will launch the kernel
             torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
         elif x.is_cuda and x.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(x.device):
@@ -165,7 +165,7 @@ class Launch:
         try:
             compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
         except Exception as error:
-            if type(error).__name__ == "OutOfResources":  # of Triton, which need not be there for an isinstance
+            if type(error).__name__ == "OutOfResources":  # Triton's class, by name because Triton may be missing
                 expected = "enough shared memory and registers for its tile; `blocksparse tune` finds others"
                 raise BlockSparseError.expected("GPU", expected, error) from error
             raise
@@ -175,7 +175,7 @@ class Launch:
 
 
 def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
-    """The arguments that every product takes for tensors of this dtype and this tile."""
+    """Return the arguments that all products have, for a dtype and a tile."""
     from .device import DTYPES
 
     return {
@@ -189,9 +189,9 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products multiply: float32 is rounded to TF32 where PyTorch's own switch allows it.
+    """Return the precision of products: float32 is rounded to TF32 if PyTorch's own switch allows it.
 
-    Where it does not, tensor cores of NVIDIA's take it all the same, in three products: see `device.dot`.
+    Otherwise NVIDIA's tensor cores compute float32 as three products of TF32: see `device.dot`.
     """
     if dtype != torch.float32:
         return "ieee"

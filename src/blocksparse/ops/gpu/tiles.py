@@ -1,7 +1,7 @@
-"""Which tile a Triton kernel runs with: the nearest tuned one of this GPU model, else a rule.
+"""The choice of a Triton kernel's tile: the nearest tuned tile of this GPU model, else a rule.
 
-Tuned tiles are JSON, one file per GPU model: those that `blocksparse tune` wrote on this machine come first, then those
-in the folder `tiles` next to this file. Nothing is ever tuned in a call.
+Tuned tiles are JSON, one file per GPU model. Files that `blocksparse tune` wrote on this machine override those in the
+folder `tiles` next to this file. A call never tunes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...errors import BlockSparseError
 
 PASSES = ("forward", "dgrad", "wgrad")
 DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
-# Up to this many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
+# Up to this number of tokens, the bytes of the weights bound the time; above it, tensor cores and the L2 cache.
 FEW_TOKENS = 64
-# Tiles, splits and schedules change with the token count at powers of two between these.
+# Tiles, splits and schedules depend on the token count rounded up to a power of two between these.
 MIN_TOKENS, MAX_TOKENS = 16, 8192
 # Limits of all kernels: sums along a side of a tile, and warps of a program.
 MAX_SIZE, MAX_WARPS = 1 << 16, 32
@@ -35,11 +35,11 @@ BARRIERS = 64
 
 
 def tf32() -> bool:
-    """Whether PyTorch's own switch allows TF32 in products of float32."""
+    """Return whether PyTorch's own switch allows TF32 in products of float32."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# Dynamo cannot trace it; graphs are guarded by the switch anyway.
+# Dynamo cannot trace it; graphs have a guard on the switch anyway.
 tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -47,10 +47,9 @@ tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Tile:
     """The tile of one program, and how Triton compiles it.
 
-    The sizes are those of the forward product, of `block_m` tokens, `block_n` outputs, `block_k` inputs: forward and
-    dgrad have `block_m` x `block_n` sums and take `block_k` per step; wgrad, which sums over tokens, has `block_k` x
-    `block_n` sums and takes `block_m` per step. `stages` is the depth of the software pipeline; loads behind an index
-    load get about half of it in buffers.
+    `block_m` counts tokens, `block_n` outputs, `block_k` inputs. Forward and dgrad have `block_m` x `block_n` sums and
+    steps of `block_k`; wgrad, which sums over tokens, has `block_k` x `block_n` sums and steps of `block_m`. `stages`
+    is the depth of the software pipeline; loads that depend on a load of an index have about half of it in buffers.
     """
 
     block_m: int
@@ -58,7 +57,7 @@ class Tile:
     block_k: int
     warps: int
     stages: int
-    group_m: int = 1  # tiles of tokens that come to one task side by side, to share its weights in the cache
+    group_m: int = 1  # consecutive token tiles of one task, which share its weights in the cache
     pairs: bool = False  # two rows per task, inputs that both need loaded once
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU on which the choice depends."""
+    """The properties of a GPU on which the choice of a tile depends."""
 
     name: str
     kind: str  # "sm80", "sm90", "gfx942": instruction set
@@ -84,7 +83,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Work:
-    """One product, as far as the choice of its tile goes."""
+    """The properties of a product on which the choice of its tile depends."""
 
     pass_: str
     dtype: torch.dtype
@@ -99,12 +98,12 @@ class Work:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as a name, "tf32" where that is what products of float32 are rounded to."""
+        """The name of the dtype; "tf32" for float32 whose products are rounded to TF32."""
         return "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
 
 
 def bucket(tokens: int) -> int:
-    """The power of two that stands for this many tokens, by comparisons only, so that a traced size keeps its freedom.
+    """Return the token count rounded up to a power of two in range, by comparisons, which a traced size allows.
 
     >>> bucket(1), bucket(33), bucket(64), bucket(10**6)
     (16, 64, 64, 8192)
@@ -116,12 +115,12 @@ def bucket(tokens: int) -> int:
 
 
 def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
-    """Among how many programs the tokens of a block are shared: few blocks would leave most of the GPU idle."""
+    """Return into how many splits the tokens of wgrad are cut; few blocks alone would leave most of the GPU idle."""
     return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.block_m)))
 
 
 def tile_for(work: Work, gpu: Gpu) -> Tile:
-    """The tile to run this work with on this GPU."""
+    """Return the tile for this work on this GPU."""
     return _tile_for(work, gpu, _forced.get(work.pass_))
 
 
@@ -135,7 +134,7 @@ _forced: dict[str, Tile] = {}
 
 @contextmanager
 def use_tiles(**tiles: Tile) -> Iterator[None]:
-    """Within it the given passes run with the given tiles: `use_tiles(forward=..., dgrad=..., wgrad=...)`."""
+    """Run passes with these tiles inside the `with`: `use_tiles(forward=..., dgrad=..., wgrad=...)`."""
     before = dict(_forced)
     _forced.update(tiles)
     _note_state()
@@ -148,12 +147,12 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
 
 
 def forced_tile(pass_: str) -> Tile | None:
-    """The tile that `use_tiles` gives this pass."""
+    """Return the tile that `use_tiles` sets for this pass, or None."""
     return _forced.get(pass_)
 
 
 def forced(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns what a tile depends on besides the work; schedules and launches are cached by it."""
+    """Return the state on which tiles depend besides the work, as a key for caches of schedules and launches."""
     return (tf32(), *_state) if dtype == torch.float32 else _state
 
 
@@ -163,9 +162,9 @@ def _note_state() -> None:
 
 
 def rule(work: Work, gpu: Gpu) -> Tile:
-    """A tile from the bounds alone (bytes of the weights, L2 traffic of the inputs, registers), for any GPU.
+    """Return a tile for any GPU, from its bounds: bytes of the weights, L2 traffic of the inputs, registers.
 
-    Where it names sizes that are not of the bounds, they are the fastest of those measured on an H100.
+    Sizes that the bounds do not determine are the fastest ones measured on an H100.
     """
     height, width = (power_of_two(side) for side in (work.block if work.pass_ != "dgrad" else work.block[::-1]))
     block_n = min(max(height, 16), 128)
@@ -187,18 +186,19 @@ def rule(work: Work, gpu: Gpu) -> Tile:
         if not work.tf32 and block_n == 32 and width == 32:  # whole blocks
             tile = replace(tile, block_k=32, warps=4, stages=7)
         elif not work.tf32 and block_n == 64 and width >= 64:
-            many = gpu.kind == "sm90" and work.tokens >= 4096  # half the loads of weights, and tiles for all
+            # Half the loads of weights, if there are still tiles for all multiprocessors.
+            many = gpu.kind == "sm90" and work.tokens >= 4096
             tile = replace(tile, block_m=512) if many else replace(tile, warps=4, stages=3)
     else:
         large = block_n > 64
         block_k = 16 if large and work.tf32 else 32
         tile = Tile(min(work.tokens, 128), block_n, block_k, warps=8 if large else 4, stages=5)
-    # Triton's pipeline for AMD keeps one step in registers and one in shared memory.
+    # Triton's pipeline for AMD has one step in registers and one in shared memory.
     return replace(tile, stages=2) if gpu.kind.startswith("gfx") else tile
 
 
-# By outputs, where tensor cores read shared memory: the fastest of those measured on an H100. For small blocks, several
-# programs to a multiprocessor without a pipeline take half the time of one or two with a deep one.
+# Tiles of wgrad by outputs, if tensor cores read shared memory: the fastest ones measured on an H100. For small blocks,
+# several programs per multiprocessor without a pipeline take half the time of one or two with a deep one.
 _WGRAD = {
     32: Tile(block_m=128, block_n=32, block_k=128, warps=4, stages=2),
     64: Tile(block_m=64, block_n=64, block_k=256, warps=8, stages=4),
@@ -234,9 +234,9 @@ def _rule_of_three_products(work: Work, block_n: int) -> Tile:
 
 
 def tile_of_pairs(work: Work, gpu: Gpu) -> Tile | None:
-    """The tile for two rows at a time where the rule's own is for one and that may be faster, else None.
+    """Return a tile for two rows at a time if that may be faster than the rule's tile for one, else None.
 
-    It takes `wgmma` and two rows to fill its 64 outputs, and the inputs to be the bound.
+    That needs `wgmma`, whose 64 outputs two rows fill, and inputs that bound the time.
     """
     tile = replace(rule(work, gpu), warps=4, stages=5, pairs=True)
     may = _reads_shared_memory(gpu) and work.tokens > FEW_TOKENS and work.dtype.itemsize == 2
@@ -245,24 +245,24 @@ def tile_of_pairs(work: Work, gpu: Gpu) -> Tile | None:
 
 
 def _reads_shared_memory(gpu: Gpu) -> bool:
-    """Whether tensor cores take operands from there (wgmma, tcgen05), which leaves the registers to large tiles."""
+    """Return whether tensor cores read shared memory (wgmma, tcgen05), which leaves registers for large tiles."""
     return gpu.kind.startswith("sm") and 90 <= int(gpu.kind[2:]) < 120
 
 
 def fits_tensor_memory(sums: int, products: int, rows: int, columns: int, gpu: Gpu) -> bool:
-    """Whether a step's sums of `rows` x `columns`, each of `products` products, fit the tensor memory of Blackwell.
+    """Return whether a step's sums of `rows` x `columns`, each of `products` products, fit Blackwell's tensor memory.
 
-    Triton 3.7 was seen to keep 2 n - 2 copies of a sum of n products there. A kernel whose copies do not fit compiles
-    to a trap, and Triton refuses to launch it.
+    Triton 3.7 keeps 2 n - 2 copies of a sum of n products there. A kernel whose copies do not fit compiles to a trap,
+    and Triton refuses to launch it.
     """
     if not (_reads_shared_memory(gpu) and int(gpu.kind[2:]) >= 100):
         return True
-    # Of 128 rows by 512 columns. Sums of 64 rows lie in pairs, one above the other.
+    # The memory has 128 rows by 512 columns; two sums of 64 rows are stacked.
     return sums * max(2 * products - 2, 1) * columns * rows <= 128 * 512
 
 
 def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
-    """The tile made to fit the shared memory of a program: fewer stages, then smaller steps."""
+    """Return the tile reduced to the shared memory of a program: fewer stages, then smaller steps."""
     while shared_memory(tile, work) > gpu.shared_memory:
         if tile.stages > 2:
             tile = replace(tile, stages=max(tile.stages - 2, 2))
@@ -277,25 +277,25 @@ def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
 
 
 def shared_memory(tile: Tile, work: Work) -> int:
-    """An upper estimate of the bytes of shared memory that a program takes."""
+    """Return an upper estimate of the bytes of shared memory of a program."""
     itemsize = work.dtype.itemsize
     if work.pass_ == "wgrad":
         return max(tile.stages, 1) * (tile.block_k + tile.block_n) * tile.block_m * itemsize + BARRIERS
     buffers = tile.stages // 2 + 1
     outputs = tile.block_n * (2 if tile.pairs else 1)
     steps = buffers * ((tile.block_m + outputs) * itemsize + 12) * tile.block_k + BARRIERS
-    return max(steps, tile.block_m * outputs * itemsize)  # results pass through it on their way out
+    return max(steps, tile.block_m * outputs * itemsize)  # results pass through shared memory
 
 
 @lru_cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of this device; where kernels are interpreted, one to plan for."""
+    """Return the GPU of this device; for the interpreter, a GPU to plan for."""
     if device.type != "cuda":
         return INTERPRETED
-    facts = torch.cuda.get_device_properties(device)
-    kind = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm{facts.major}{facts.minor}"
-    memory = getattr(facts, "shared_memory_per_block_optin", None) or facts.shared_memory_per_block
-    return Gpu(facts.name, kind, facts.multi_processor_count, memory)
+    properties = torch.cuda.get_device_properties(device)
+    kind = properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm{properties.major}{properties.minor}"
+    memory = getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
+    return Gpu(properties.name, kind, properties.multi_processor_count, memory)
 
 
 INTERPRETED = Gpu("Triton's interpreter", "sm90", 132, 227 * 1024)
@@ -305,7 +305,7 @@ INTERPRETED = Gpu("Triton's interpreter", "sm90", 132, 227 * 1024)
 
 
 def slug(name: str) -> str:
-    """The file name of a GPU model.
+    """Return the file name of a GPU model.
 
     >>> slug("NVIDIA H200")
     'nvidia-h200'
@@ -314,10 +314,10 @@ def slug(name: str) -> str:
 
 
 def user_folder() -> Path:
-    """Where `blocksparse tune` writes: $BLOCKSPARSE_TILES, or the user's cache folder."""
-    given = os.environ.get("BLOCKSPARSE_TILES")
+    """Return the folder of `blocksparse tune`: $BLOCKSPARSE_TILES, or one in the user's cache folder."""
+    folder = os.environ.get("BLOCKSPARSE_TILES")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given) if given else cache / "blocksparse" / "tiles"
+    return Path(folder) if folder else cache / "blocksparse" / "tiles"
 
 
 def shipped_folder() -> Path:
@@ -326,16 +326,16 @@ def shipped_folder() -> Path:
 
 @lru_cache
 def _tuned(name: str) -> dict[Work, Tile]:
-    found: dict[Work, Tile] = {}
-    for folder in (shipped_folder(), user_folder()):  # the user's own come before the shipped ones
+    tiles: dict[Work, Tile] = {}
+    for folder in (shipped_folder(), user_folder()):  # tiles of the user override shipped ones
         path = folder / f"{slug(name)}.json"
         if path.exists():
-            found |= read(path)
-    return found
+            tiles |= read(path)
+    return tiles
 
 
 def forget_tuned() -> None:
-    """Makes the next call read the files again."""
+    """Let the next call read the files again."""
     global _readings
     _readings += 1
     _note_state()
@@ -348,7 +348,7 @@ _state: tuple[Any, ...] = (0,)
 
 
 def read(path: Path) -> dict[Work, Tile]:
-    """The tuned tiles in a file."""
+    """Read the tuned tiles of a file."""
     try:
         entries = files.read_json(path, "tuned tiles")["tiles"]
         return {_work(entry): Tile(**entry["tile"]) for entry in entries}
@@ -359,7 +359,7 @@ def read(path: Path) -> dict[Work, Tile]:
 
 
 def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, Any]) -> None:
-    """Tuned tiles as JSON, with the facts of the run that found them."""
+    """Write tuned tiles as JSON, with the facts of the run that found them."""
     entries = [
         {
             "pass": work.pass_,
@@ -372,12 +372,12 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
         for work, tile in tiles.items()
     ]
     text = json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n"
-    # To a temporary file first: a run that is killed while it writes leaves the file as it was.
-    beside = path.with_suffix(".part")
+    # A temporary file first, so that a run that is killed while it writes leaves the file unchanged.
+    temporary = path.with_suffix(".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text)
-        beside.replace(path)
+        temporary.write_text(text)
+        temporary.replace(path)
     except OSError as error:
         raise BlockSparseError.expected(str(path), "a file to write to", error.strerror or error) from error
 
@@ -394,12 +394,12 @@ def _work(entry: Mapping[str, Any]) -> Work:
 
 
 def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
-    """The tile of the tuned work of the same pass, dtype and block that is nearest in tokens, then density."""
+    """Return the tile of the nearest tuned work in tokens and density, of the same pass, dtype and block; or None."""
 
     def same(other: Work) -> bool:
         return (other.pass_, other.dtype_name, other.block) == (work.pass_, work.dtype_name, work.block)
 
-    def few(other: Work) -> bool:
+    def is_same_bound(other: Work) -> bool:
         return (other.tokens <= FEW_TOKENS) == (work.tokens <= FEW_TOKENS)
 
     def distance(other: Work) -> float:
@@ -407,11 +407,11 @@ def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
             math.log(max(other.density, 1e-4) / max(work.density, 1e-4))
         )
 
-    known: Iterable[Work] = [other for other in tuned if same(other) and few(other)]
-    nearest = min(known, key=distance, default=None)
+    candidates: Iterable[Work] = [other for other in tuned if same(other) and is_same_bound(other)]
+    nearest = min(candidates, key=distance, default=None)
     return None if nearest is None else tuned[nearest]
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two from `size` on."""
+    """Return `size` rounded up to a power of two."""
     return 1 << (max(size, 1) - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Convolutions in 8 bits: of each output, the linear product of the inputs that it sees, rounded together."""
+"""Convolutions in 8 bits: each output is the linear product of its patch of inputs, which are rounded together."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def int8_conv(
     dilation: Ints = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """activation(W * x + bias) over 1 to 3 axes with W and x in 8 bits, for inference.
+    """Return activation(W * x + bias) over 1 to 3 axes with W and x in 8 bits, for inference.
 
-    The numbers that one output sees, all channels of all taps, are rounded as `int8_linear` rounds a token: the result
-    at a position is that of the linear product of this patch, whatever else is in the image or the batch. Products of a
-    block, over all of its taps, are summed up exactly, then scaled and summed up in float32.
+    The patch of an output, all channels of all taps, is rounded as `int8_linear` rounds a token. So the result at a
+    position is the linear product of its patch, and does not depend on the rest of the image or the batch. Products of
+    a block, over all of its taps, are summed exactly, then scaled and summed in float32.
 
     Args:
         x: `[n, in_channels, *space]`, or without n; float32, bfloat16 or float16.
-        values, scales: int8 `[nnz, block_out, block_in, *kernel]` and float32 `[nnz, block_out]`, as `quantized` gives
-            them; a block has up to 65,536 inputs, those of all taps.
+        values, scales: int8 `[nnz, block_out, block_in, *kernel]` and float32 `[nnz, block_out]`, from `quantized`; a
+            block has up to 65,536 inputs, counting all taps.
         layout: which blocks of the `[out_channels, in_channels]` weight these are.
         bias: `[out_channels]` of x's dtype, or None.
-        stride, padding, dilation: as of `blocksparse.conv2d`.
+        stride, padding, dilation: as in `blocksparse.conv2d`.
         activation: None, "relu", "gelu" (the exact one) or "silu".
 
     Returns:
-        `[n, out_channels, *space]`, of x's dtype, channels-last where x is, without gradients. Outputs that see a
+        `[n, out_channels, *space]`, of x's dtype, channels-last if x is, without gradients. Outputs whose patch has a
         number that is not finite are NaN.
 
     Raises:
-        BlockSparseError: other dtypes, devices or sizes; x that wants a gradient.
+        BlockSparseError: wrong dtypes, devices or sizes, or x requires a gradient.
 
     Example:
         >>> import torch, blocksparse as bs

@@ -1,4 +1,4 @@
-"""The convolutions in 8 bits on the CPU, whose core gathers the inputs of a few outputs at a time."""
+"""The convolutions in 8 bits on the CPU; the compiled core gathers the patches of a few outputs at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def int8_conv(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, axes: Sequence[Axis],
     activation: str | None,
 ) -> Tensor:  # fmt: skip
-    """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias)."""
+    """Return activation(W * x + bias), `[n, *space, in] -> [n, *space, out]`."""
     size = x.shape[0], *(axis.output for axis in axes)
     rows, taps = x.contiguous().flatten(0, -2), math.prod(values.shape[3:])
     along = () if is_linear(axes) else three_axes(axes)

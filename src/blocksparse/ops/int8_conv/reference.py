@@ -1,4 +1,4 @@
-"""The definition of the convolutions in 8 bits: of gathered patches, the linear product in 8 bits."""
+"""The definition of the convolutions in 8 bits: the linear product in 8 bits of gathered patches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def int8_conv(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, axes: Sequence[Axis],
     activation: str | None,
 ) -> Tensor:  # fmt: skip
-    """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias)."""
+    """Return activation(W * x + bias), `[n, *space, in] -> [n, *space, out]`."""
     rows = patches(x, layout, axes)
     blocks, wide = values.movedim(2, -1).flatten(2), of_patches(layout, math.prod(values.shape[3:]))
     y = reference.int8_linear(rows.flatten(0, -2), blocks, scales, bias, wide, activation)
@@ -28,20 +28,20 @@ def int8_conv(
 
 
 def patches(x: Tensor, layout: BlockLayout, axes: Sequence[Axis]) -> Tensor:
-    """The inputs that each output sees, with zeros outside of the image: `[n, *space, in] -> [n, *space, in * taps]`.
+    """Return the patch of each output, with zeros outside of the image: `[n, *space, in] -> [n, *space, in * taps]`.
 
-    Of each block of channels those of all taps lie side by side, tap by tap.
+    Each block of channels has its inputs of all taps side by side, tap by tap.
     """
     kernel, (_, width) = [axis.kernel for axis in axes], layout.block_shape
     size = [axis.output for axis in axes]
-    found = x.new_zeros(x.shape[0], *size, layout.grid[1], math.prod(kernel), width)
+    result = x.new_zeros(x.shape[0], *size, layout.grid[1], math.prod(kernel), width)
     for (_, *tap), output, input in taps_of(axes):
-        found[output][..., int(np.ravel_multi_index(tap, kernel)), :] = x[input].unflatten(-1, (-1, width))
-    return found.flatten(-3)
+        result[output][..., int(np.ravel_multi_index(tap, kernel)), :] = x[input].unflatten(-1, (-1, width))
+    return result.flatten(-3)
 
 
 def of_patches(layout: BlockLayout, taps: int) -> BlockLayout:
-    """The layout of the linear product of patches: the same blocks, with the inputs of all taps."""
+    """Return the layout of the linear product of patches: the same blocks, each with the inputs of all taps."""
 
     def make() -> BlockLayout:
         height, width = layout.block_shape

@@ -1,4 +1,4 @@
-"""The block-sparse linear product in 8 bits: weights rounded beforehand, inputs token by token."""
+"""The block-sparse linear product in 8 bits: weights are rounded beforehand, inputs token by token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["DTYPES", "INT8_LINEAR", "MAX_INPUTS", "check_inference", "check_oper
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds values `[nnz, block_out, block_in, *kernel]` to int8, with a scale for each output of a block.
+    """Round values `[nnz, block_out, block_in, *kernel]` to int8, with a scale for each output of a block.
 
     Returns:
-        int8 values of the same shape, of -127 to 127, and float32 scales `[nnz, block_out]`: their product is within
-        half a scale of the values; 0 where no number of an output is above 1e-36.
+        int8 values of the same shape, -127 to 127, and float32 scales `[nnz, block_out]`. Their product is within half
+        a scale of the values; it is 0 for an output without a number above 1e-36.
 
     Raises:
-        BlockSparseError: values that are not finite.
+        BlockSparseError: values are not finite.
 
     >>> import torch
     >>> quantized(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]]))[0]
@@ -47,24 +47,23 @@ def int8_linear(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """activation(x W^T + bias) with W and x in 8 bits, for inference.
+    """Return activation(x W^T + bias) with W and x in 8 bits, for inference.
 
-    Each token of x is rounded to 255 steps between plus and minus its largest number ("dynamic" quantization; tokens
-    without a number above 1e-36 count as 0); products of a block are summed up exactly, then scaled and summed up in
-    float32.
+    Each token of x is rounded to 255 steps between plus and minus its largest number (dynamic quantization; tokens
+    without a number above 1e-36 count as 0). Products of a block are summed exactly, then scaled and summed in float32.
 
     Args:
         x: `[..., in_features]`, float32, bfloat16 or float16, any strides.
-        values, scales: as `quantized` gives them, for the blocks of `layout`.
+        values, scales: from `quantized`, for the blocks of `layout`.
         layout: which blocks of the `[out_features, in_features]` weight these are; blocks of up to 65,536 inputs.
         bias: `[out_features]` of x's dtype, or None.
         activation: None, "relu", "gelu" (the exact one) or "silu".
 
     Returns:
-        `[..., out_features]`, of x's dtype, without gradients. Tokens with a number that is not finite give NaN.
+        `[..., out_features]`, of x's dtype, without gradients; NaN for tokens with a number that is not finite.
 
     Raises:
-        BlockSparseError: other dtypes, devices or sizes; x that wants a gradient.
+        BlockSparseError: wrong dtypes, devices or sizes, or x requires a gradient.
 
     Example:
         >>> import torch, blocksparse as bs

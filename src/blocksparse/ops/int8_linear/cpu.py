@@ -1,4 +1,4 @@
-"""The linear product in 8 bits on the CPU: tensors and plans to addresses, one call into the compiled core."""
+"""The linear product in 8 bits on the CPU: one call of the compiled core with addresses and a plan."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ refusal = cpu_core.refusal
 
 
 class _Packed(NamedTuple):
-    """Weights as the kernels read them, and PyTorch's counter of what was written to the values until then."""
+    """Weights in the order in which kernels read them, and the version of the tensors from which they were made."""
 
     values: Tensor  # int8 [nnz, steps, padded_out, 4]
     scales: Tensor  # float32 [nnz, padded_out]
-    sums: Tensor  # int32 [nnz, padded_out], of each output's weights
-    of: weakref.ref[Tensor]
-    written: tuple[int, ...] | None
+    sums: Tensor  # int32 [nnz, padded_out], sum of each output's weights
+    source: weakref.ref[Tensor]  # the scales
+    version: tuple[int, ...] | None
 
 
-# By the values, as long as these live.
+# Keyed by the values; an entry lives as long as they do.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packed(values: Tensor, scales: Tensor) -> _Packed:
-    """Four inputs of an output side by side, outputs in whole vectors; made once and kept with the values.
+    """Return weights with four inputs of an output side by side and outputs padded to whole vectors, cached.
 
-    Of values `[nnz, block_out, block_in, *kernel]` the inputs are those of all taps, one behind the other.
+    The inputs of values `[nnz, block_out, block_in, *kernel]` are those of all taps, one tap after the other.
     """
-    kept = not (values.is_inference() or scales.is_inference())  # those have no counters
-    written = (values._version, scales._version, values.data_ptr(), scales.data_ptr()) if kept else None
-    found: _Packed | None = _packed.get(values)
-    if kept and found is not None and found.of() is scales and found.written == written:
-        return found
+    cached = not (values.is_inference() or scales.is_inference())  # inference tensors have no version counters
+    version = (values._version, scales._version, values.data_ptr(), scales.data_ptr()) if cached else None
+    entry: _Packed | None = _packed.get(values)
+    if cached and entry is not None and entry.source() is scales and entry.version == version:
+        return entry
     blocks = values.movedim(2, -1).flatten(2)
     out, in_ = blocks.shape[1:]
     padded = F.pad(blocks, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
     nnz, padded_out, padded_in = padded.shape
     steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
     sums = padded.sum(-1, dtype=torch.int32)
-    found = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), written)
-    if kept:
-        _packed[values] = found
-    return found
+    entry = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), version)
+    if cached:
+        _packed[values] = entry
+    return entry
 
 
 def int8_linear(
@@ -70,10 +70,10 @@ def product(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None,
     tokens: int, axes: Sequence[Axis] = (),
 ) -> Tensor:  # fmt: skip
-    """activation(x W^T + bias): `[tokens, in] -> [tokens, out]`.
+    """Return activation(x W^T + bias), `[tokens, in] -> [tokens, out]`.
 
-    With three axes, x is the pixels of images `[pixels, channels]`, in one piece, and a token the inputs that an output
-    of a convolution sees: of each block of channels those of all taps.
+    With three axes, x is the contiguous pixels `[pixels, channels]` of images, and a token is the patch of an output of
+    a convolution: for each block of channels the inputs of all taps.
     """
     out_features, in_features = layout.shape
     bias = None if bias is None else bias.detach().contiguous()

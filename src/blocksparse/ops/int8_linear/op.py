@@ -53,7 +53,7 @@ INT8_LINEAR = Int8Linear(
 def check_operands(
     x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, shape: tuple[int, ...]
 ) -> None:
-    """Raises a BlockSparseError unless these are operands of a product in 8 bits, with values of this shape."""
+    """Check the tensors of a product in 8 bits, whose values have this shape."""
     if x.dtype not in DTYPES:
         raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
     check_inference(x=x, bias=bias)
@@ -70,8 +70,8 @@ def check_operands(
 
 
 def check_inference(**tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError for a tensor that wants a gradient."""
-    check_tangents(**tensors)  # in transforms too
+    """Refuse tensors that require a gradient."""
+    check_tangents(**tensors)  # also inside transforms
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors.values()):
         names = " and ".join(tensors)
         expected = "tensors without gradients (int8 is for inference): use torch.no_grad()"

@@ -9,7 +9,7 @@ from ...convert import block_coordinates
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 
-# Of tokens and outputs without a larger number no factor fits float32: they count as 0.
+# Tokens and outputs without a larger number count as 0, because their factor would not fit float32.
 NEGLIGIBLE = 1e-36
 
 
@@ -18,7 +18,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers from -127 to 127, float32, and the scale of each row; NaN where a number is not finite."""
+    """Return rows rounded to integers from -127 to 127, as float32, and their scales; NaN if a row is not finite."""
     x = x.float()
     largest = x.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(len(x), 1)
     scale = largest / 127 + (x * 0).sum(-1, keepdim=True)
@@ -29,7 +29,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_linear(
     x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None
 ) -> Tensor:
-    """activation(x W^T + bias): `[tokens, in] -> [tokens, out]`."""
+    """Return activation(x W^T + bias), `[tokens, in] -> [tokens, out]`."""
     rows, cols = block_coordinates(layout, x.device)
     numbers, scale = rounded(x)
     blocks = numbers.double().reshape(-1, layout.grid[1], layout.block_shape[1]).index_select(1, cols)

@@ -1,16 +1,17 @@
-"""The fused gates of one LSTM step, forward and backward, between the products of a recurrence.
+"""The fused gates of one LSTM step, forward and backward, without autograd.
 
-Not for autograd: who walks through time calls `backward` itself. All outputs are the caller's memory, so that a
-sequence has one buffer of each. Shapes, with n rows and H features:
+Recurrences call them between their products. All outputs are the caller's memory, so that a sequence needs one buffer
+for each. Shapes, with n rows and H features:
 
-    z, add, gates, grad_pre_out     [n, 4H], for the gates i, f, g, o side by side, as in torch.nn.LSTM
-    gain                            [4H]; add may be that, too
+    z, add, gates, grad_pre_out     [n, 4H], the gates i, f, g, o in this order, as in torch.nn.LSTM
+    gain                            [4H]; add may be [4H], too
     h_out, grad_h, grad_y           [n, H]
     c, c_before, c_out, grad_c, grad_c_out      [n, H], float32, or float64 where the others are
 
-All but the states c have one dtype out of float32, float64, bfloat16 and float16; the arithmetic is that of the states.
-The features of a row lie side by side, the rows anywhere. An output may be the very tensor of an input of its shape,
-but must not overlap one otherwise. Callers with many steps ask `LSTM_GATES.on(device, dtype)` for the backend once.
+All but the states c have one dtype out of float32, float64, bfloat16 and float16; arithmetic is in the dtype of the
+states. Features of a row are contiguous, rows may have any stride. An output may be the same tensor as an input of its
+shape, but must not overlap an input otherwise. Callers with many steps get the backend once, by
+`LSTM_GATES.on(device, dtype)`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def forward(
     c_out: Tensor,
     gates_out: Tensor | None = None,
 ) -> None:
-    """c_out = f c + i g and h_out = o tanh(c_out), with the gates i, f, g, o of gain z + add.
+    """Write c_out = f c + i g and h_out = o tanh(c_out), with the gates i, f, g, o of gain z + add.
 
     Args:
         z: `[n, 4H]`, the product of the step.
-        add: the other summand: `[n, 4H]`, `[4H]` or None.
+        add: the other term: `[n, 4H]`, `[4H]` or None.
         gain: `[4H]` or None.
         c: `[n, H]`, the state before.
         h_out: `[n, H]`, written.
@@ -44,7 +45,7 @@ def forward(
         gates_out: `[n, 4H]`, written: the sigmoid of i, f and o and the tanh of g, which `backward` needs.
 
     Raises:
-        BlockSparseError: shapes, dtypes, devices or strides other than these.
+        BlockSparseError: wrong shapes, dtypes, devices or strides.
 
     Example:
         >>> import torch
@@ -69,7 +70,7 @@ def backward(
     grad_pre_out: Tensor,
     grad_c_out: Tensor,
 ) -> None:
-    """The gradients at gain z + add and at the state before, from those at h and at c.
+    """Write the gradients at gain z + add and at the state before, from those at h and at c.
 
     Args:
         gates: `[n, 4H]`, as `forward` wrote them.

@@ -1,4 +1,4 @@
-"""The gates on the CPU: tensors to addresses, one call into the compiled core."""
+"""The gates on the CPU: each pass is one call of the compiled core."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backward(
 
 
 def _sizes(c: Tensor) -> torch.Size:
-    """[n, H] of all tensors is that of the state."""
+    """Return (n, H) from the state; all tensors share them."""
     if c.dim() != 2:
         raise BlockSparseError.expected("c", "[n, H]", list(c.shape))
     return c.shape

@@ -14,7 +14,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _tanh(x):
-    """Cephes' tanh: a polynomial, or in float64 a rational function, where (1 - e^-2x) / (1 + e^-2x) would cancel."""
+    """Return tanh as in Cephes: a polynomial or rational function near 0, where (1 - e^-2x) / (1 + e^-2x) cancels."""
     size = tl.abs(x)
     near = size < 0.625
     z = tl.where(near, x, 0)
@@ -33,7 +33,7 @@ def _tanh(x):
 
 @triton.jit
 def _tile(n, hidden, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """[ROWS, 1], [1, FEATURES]: the rows and features of this program; which of them there are."""
+    """Return the rows [ROWS, 1] and features [1, FEATURES] of this program, and a mask of those that exist."""
     slices = tl.cdiv(hidden, FEATURES)
     row = (tl.program_id(0) // slices).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(0) % slices * FEATURES + tl.arange(0, FEATURES)
@@ -42,7 +42,7 @@ def _tile(n, hidden, ROWS: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def _before_gate(z_row, add_row, gain_ptr, feature, last, here, SUM: tl.constexpr):
-    """gain z + add, from pointers of which the last two may be None."""
+    """Return gain z + add; the pointers of add and gain may be None."""
     v = tl.load(z_row + feature, mask=here, other=0).to(SUM)
     if gain_ptr is not None:
         v *= tl.load(gain_ptr + feature, mask=feature < last, other=0).to(SUM)
@@ -53,7 +53,7 @@ def _before_gate(z_row, add_row, gain_ptr, feature, last, here, SUM: tl.constexp
 
 @triton.jit
 def activate(i, f, g, o, c_row, h_row, c_out_row, gates_row, j, hidden, here):
-    """From the gates before their activation to the new states, and to the gates where their pointer is not None."""
+    """Store the new states from the gates' inputs, and the activated gates unless their pointer is None."""
     i = _sigmoid(i)
     f = _sigmoid(f)
     g = _tanh(g)
@@ -95,7 +95,7 @@ def lstm_gates_forward_kernel(
 @triton.jit(do_not_specialize=["n"])
 def lstm_gates_backward_kernel(
     gates_ptr,  # [n, 4 hidden]
-    c_before_ptr,  # [n, hidden], as all without another shape
+    c_before_ptr,  # [n, hidden], unless noted
     c_ptr,
     grad_h_ptr,  # or None
     grad_y_ptr,  # or None

@@ -1,4 +1,4 @@
-"""The gates on a GPU: tensors and a tile to a launch, which neither waits nor allocates."""
+"""The gates on a GPU: each pass is one launch, which neither waits nor allocates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..gpu import runtime
 from ..gpu.runtime import Launch, cdiv, check_fits
 from ..gpu.tiles import Tile, power_of_two
 
-# Numbers of h per program: four per thread, so that even few rows make many programs.
-NUMBERS, WARPS = 512, 4
-# Launches that are kept: buffers of a sequence differ in their strides, and in their addresses modulo 16.
+# Features per program: four per thread, so that even few rows make many programs.
+PROGRAM_SIZE, WARPS = 512, 4
+# Number of cached launches: buffers of a sequence differ in their strides, and in their addresses modulo 16.
 MAX_LAUNCHES = 1024
 
 FORWARD = ("z", "add", "gain", "c", "h", "c_out", "gates")
@@ -70,7 +70,7 @@ def _run(
 ) -> None:  # fmt: skip
     if shape[0] == 0:
         return
-    # What Triton compiles depends on which tensors there are, and which of them begin at a multiple of 16 bytes.
+    # Triton compiles for the presence of each tensor, and for addresses that are multiples of 16 bytes or not.
     kinds = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors])
     _launch(pass_, dtype, device, shape, strides, kinds)(*tensors)
 
@@ -86,8 +86,8 @@ def _launch(
     n, hidden = shape
     check_fits("c", "features of the four gates", 4 * hidden)
     names = FORWARD if pass_ == "forward" else BACKWARD
-    features = min(power_of_two(hidden), NUMBERS)
-    rows = min(NUMBERS // features, power_of_two(n))
+    features = min(power_of_two(hidden), PROGRAM_SIZE)
+    rows = min(PROGRAM_SIZE // features, power_of_two(n))
     arguments = {
         "n": n, "hidden": hidden, **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
         "SUM": DTYPES[SUM_DTYPES[dtype]], "ROWS": rows, "FEATURES": features,

@@ -1,4 +1,4 @@
-"""A step with momentum, of many tensors at once and in place."""
+"""A step with momentum, in place, for many tensors at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["step"]
 def step(
     weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
-    """v <- momentum v - rate g;  w <- keep w + v, for each of the weights, which are one at least.
+    """Step each weight: v <- momentum v - rate g;  w <- keep w + v. There must be at least one weight.
 
     Raises:
-        BlockSparseError: weights or velocities that PyTorch negates when they are read.
+        BlockSparseError: a weight or velocity is lazily negated.
 
     >>> import torch
     >>> w, v, g = torch.ones(1), torch.ones(1), torch.ones(1)
@@ -26,7 +26,7 @@ def step(
     (tensor([1.2500]), tensor([0.2500]))
     """
     for tensor in (*weights, *velocities):
-        if tensor.is_neg():  # its numbers are not what lies in its memory
+        if tensor.is_neg():
             raise BlockSparseError.expected("weights, velocities", "tensors that are not lazily negated", "such a view")
     grads = [grad.resolve_neg() for grad in grads]
     backend = MOMENTUM.on(weights[0].device, weights[0].dtype)

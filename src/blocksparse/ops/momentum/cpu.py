@@ -16,7 +16,7 @@ refusal = cpu_core.refusal
 
 
 def serves(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are as the compiled core wants them: of one dtype, on the CPU, each in one piece."""
+    """Return whether the compiled core can serve the tensors: one dtype, on the CPU, contiguous."""
     dtype = tensors[0].dtype
     return all(
         tensor.dtype == dtype

@@ -1,4 +1,4 @@
-"""The definition of a step with momentum, in PyTorch's operations on lists: any device, any dtype."""
+"""The definition of a step with momentum by PyTorch's operations on lists, for any device and dtype."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def step(
 
 
 def check_count(name: str, tensors: list[Tensor], weights: list[Tensor]) -> None:
-    """Raises a BlockSparseError unless there is a tensor for each weight."""
+    """Check that there is a tensor for each weight."""
     if len(tensors) != len(weights):
         raise BlockSparseError.expected(name, f"one for each of {len(weights)} weights", len(tensors))

@@ -1,4 +1,4 @@
-"""Recurrences over whole sequences: a product per step, fused gates, and one product for each weight's gradient."""
+"""Recurrences over whole sequences: one product per step, fused gates, and one product per weight's gradient."""
 
 from .graph import KINDS
 from .int8_lstm import Int8LSTM

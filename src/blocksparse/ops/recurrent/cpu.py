@@ -1,4 +1,4 @@
-"""All steps of a recurrence on the CPU: tensors and plans to addresses, one call into the compiled core."""
+"""Recurrences on the CPU: one call of the compiled core runs all steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..linear.cpu import linear_fast, tasks_of, working_memory
 from .recurrence import Steps
 
 if TYPE_CHECKING:
-    from .op import Trajectory
+    from .op import StateTrajectory
 
 Weights = Sequence[tuple[Tensor, BlockLayout]]
 
 
-class Multiplied(NamedTuple):
-    """What a multiplicative LSTM has besides, m = factor * of_h: `[rows, hidden]`, or a table where there is an index.
+class MultiplicativeTerms(NamedTuple):
+    """Additional tensors of a multiplicative LSTM, m = factor * of_h, each `[rows, hidden]`.
 
-    The second weight is that of the state, of_h = h M^T; the first one's product is that of m.
+    With an index, `factor` is a table. The first weight multiplies m, the second one the state: of_h = h M^T.
     """
 
     factor: Tensor
@@ -35,46 +35,52 @@ class Multiplied(NamedTuple):
 
 
 def forward(
-    weights: Weights, steps: Steps, pre: Tensor, index: Tensor | None, hs: Trajectory, cs: Trajectory,
-    gates: Tensor | None, multiplied: Multiplied | None = None,
+    weights: Weights, steps: Steps, pre: Tensor, index: Tensor | None, hs: StateTrajectory, cs: StateTrajectory,
+    gates: Tensor | None, multiplicative: MultiplicativeTerms | None = None,
 ) -> None:  # fmt: skip
-    """The states that the steps leave, `hs` and `cs`, and the gates `[rows, 4 hidden]` if they are to be kept.
+    """Compute the states `hs` and `cs` of all steps, and the activated gates unless `gates` is None.
 
     Args:
-        pre: `[rows, 4 hidden]`, added to the product of the state; with an index `[rows]` the rows of it.
+        weights: values and layout of each weight.
+        steps: the time steps.
+        pre: `[rows, 4 hidden]`, added to the product of the state, or with an index a table of such rows.
+        index: `[rows]`, the row of `pre` for each row, or None.
+        hs, cs: the states, which are written.
+        gates: `[rows, 4 hidden]`, written, or None.
+        multiplicative: the additional tensors of a multiplicative LSTM.
     """
     hidden, dtype = _sizes(weights)
     inputs = steps.rows if index is None else len(pre)
     z = weights[0][0].new_empty(steps.batch * 4 * hidden)
-    operands: list[CoreTensor] = [
+    tensors: list[CoreTensor] = [
         ("z", z, (len(z),), dtype),
         ("pre", pre, (inputs, 4 * hidden), dtype),
         *_index(index, steps, inputs),
         *_states(steps, hs, cs, hidden, dtype),
         ("gates", gates, (steps.rows, 4 * hidden), dtype),
     ]
-    if multiplied is not None:
+    if multiplicative is not None:
         flat = steps.rows * hidden
-        operands += [
-            ("factor", multiplied.factor, (inputs, hidden), dtype),
-            ("of_h", multiplied.of_h.view(-1), (flat,), dtype),
-            ("m", multiplied.m.view(-1), (flat,), dtype),
+        tensors += [
+            ("factor", multiplicative.factor, (inputs, hidden), dtype),
+            ("of_h", multiplicative.of_h.view(-1), (flat,), dtype),
+            ("m", multiplicative.m.view(-1), (flat,), dtype),
         ]
-    _run("lstm_forward", weights, steps, False, operands)
+    _run("lstm_forward", weights, steps, False, tensors)
 
 
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
 
 
 def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The whole of a usual step of LSTMs, one above the other, without gradients; None for what `forward` has to see.
+    """Return y and the states of one usual step of stacked LSTMs without gradients; None if only `forward` can run it.
 
-    As `linear.cpu.linear_fast`, which makes the products of the inputs.
+    `linear.cpu.linear_fast` computes the products of the inputs.
 
     Args:
-        x: `[1, batch, input]` or `[batch, 1, input]`, as y is.
-        h, c: `[layers, batch, hidden]`, as the final ones are.
-        layers: of each V and its layout, what is added, W and its layout.
+        x: `[1, batch, input]` or `[batch, 1, input]`; y has the same leading axes.
+        h, c: the states `[layers, batch, hidden]`, which are not changed.
+        layers: for each layer V and its layout, the biases, W and its layout.
     """
     shape, dtype = h.shape, x.dtype
     _, batch, hidden = shape
@@ -110,45 +116,43 @@ def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> 
 
 def backward(
     weights: Weights, steps: Steps, kept: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor | None = None,
-    multiplied: Multiplied | None = None, grad_multiplied: tuple[Tensor, Tensor] | None = None,
+    multiplicative: MultiplicativeTerms | None = None, grad_multiplicative: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `lstm.back_in_time`: the gradients before the gates of all steps, and at the initial h and c.
+    """Return the gradients at the gates' inputs of all steps, and at the initial h and c, as `lstm.back_in_time`.
 
     Args:
-        grad_multiplied: where those at the factors of all steps and at of_h go, `[rows, hidden]`.
+        weights, steps, index, multiplicative: as in `forward`.
+        kept, grads: as in `lstm.back_in_time`.
+        grad_multiplicative: `[rows, hidden]` each, written: the gradients at the factors and at of_h.
     """
     (hidden, dtype), rows = _sizes(weights), steps.rows
-    grad_pre, grad_h, grad_c, operands = _gradients(steps, kept, grads, hidden, dtype)
-    if multiplied is not None and grad_multiplied is not None:
-        inputs = rows if index is None else len(multiplied.factor)
-        operands += [
-            ("factor", multiplied.factor, (inputs, hidden), dtype),
+    grad_pre, grad_h, grad_c, tensors = _gradients(steps, kept, grads, hidden, dtype)
+    if multiplicative is not None and grad_multiplicative is not None:
+        inputs = rows if index is None else len(multiplicative.factor)
+        tensors += [
+            ("factor", multiplicative.factor, (inputs, hidden), dtype),
             *_index(index, steps, inputs),
-            ("of_h", multiplied.of_h, (rows, hidden), dtype),
+            ("of_h", multiplicative.of_h, (rows, hidden), dtype),
             *_working(weights, steps, "grad_m"),
-            ("grad_factor", grad_multiplied[0], (rows, hidden), dtype),
-            ("grad_of_h", grad_multiplied[1], (rows, hidden), dtype),
+            ("grad_factor", grad_multiplicative[0], (rows, hidden), dtype),
+            ("grad_of_h", grad_multiplicative[1], (rows, hidden), dtype),
         ]
-    _run("lstm_backward", weights, steps, True, operands)
+    _run("lstm_backward", weights, steps, True, tensors)
     return grad_pre, grad_h, grad_c
 
 
 class Norms(NamedTuple):
-    """What is kept of a small-world LSTM's layer norms: their numbers before gain and bias, and 1 / deviation.
+    """Outputs of a small-world LSTM's layer norms before gain and bias, and 1 / deviation, for the backward pass."""
 
-    Those of the gates are z `[rows, 4 hidden]` and z_scale `[rows, 4]`; those of the units' steps, and what the next
-    product takes of each, normed and given `[depth, rows, hidden]` and scale `[depth, rows, 1]`.
-    """
-
-    z: Tensor
-    z_scale: Tensor
-    normed: Tensor
-    given: Tensor
-    scale: Tensor
+    z: Tensor  # [rows, 4 hidden], of the gates
+    z_scale: Tensor  # [rows, 4], 1 / deviation of z
+    normed: Tensor  # [depth, rows, hidden], of the steps within a time step
+    given: Tensor  # [depth, rows, hidden], the inputs of the products behind these norms
+    scale: Tensor  # [depth, rows, 1], 1 / deviation of normed
 
     @classmethod
     def empty(cls, rows: int, depth: int, h: Tensor, c: Tensor) -> Norms:
-        """Memory for them, of these dtypes."""
+        """Return memory for the norms, with the dtypes of h and c."""
         hidden = c.shape[1]
         normed, given = (workspace.empty((depth, rows, hidden), h.dtype, h.device) for _ in range(2))
         z = workspace.empty((rows, 4 * hidden), h.dtype, h.device)
@@ -157,18 +161,19 @@ class Norms(NamedTuple):
 
 def small_world_forward(
     weights: Weights, steps: Steps, inputs: Sequence[Tensor | None], index: Tensor | None, gains: Sequence[Tensor],
-    biases: Sequence[Tensor], epsilon: float, hs: Trajectory, cs: Trajectory, gates: Tensor | None, norms: Norms,
+    biases: Sequence[Tensor], epsilon: float, hs: StateTrajectory, cs: StateTrajectory, gates: Tensor | None,
+    norms: Norms,
 ) -> None:  # fmt: skip
-    """As `forward`, with the norms.
+    """Compute the states of a small-world LSTM, as `forward`.
 
     Args:
-        inputs: the factors and, unless None, the terms, `[rows, hidden]`, or tables where there is an index.
-        norms: are kept as the gates are; if not, this is working memory for the rows of one step.
+        inputs: the factors and the terms (or None), `[rows, hidden]`, or with an index tables of such rows.
+        norms: written for all rows if there are `gates`; else working memory for the rows of one step.
     """
     (hidden, dtype), keep = _sizes(weights), gates is not None
     factors, terms = inputs
     rows = steps.rows if factors is None or index is None else len(factors)
-    operands: list[CoreTensor] = [
+    tensors: list[CoreTensor] = [
         *_affine(weights, gains, biases),
         *_index(index, steps, rows),
         ("factor", factors, (rows, hidden), dtype),
@@ -178,32 +183,29 @@ def small_world_forward(
         *_working(weights, steps, "y"),
         *_norms(weights, norms, steps.rows if keep else steps.batch, keep),
     ]
-    _run("small_world_forward", weights, steps, False, operands, epsilon=epsilon, keep=keep)
+    _run("small_world_forward", weights, steps, False, tensors, epsilon=epsilon, keep=keep)
 
 
 class SmallWorldGradients(NamedTuple):
-    """Of factors and terms `[rows, hidden]`; at z and at what the other norms take, as `Norms`.
+    """Memory for the gradients of a small-world LSTM."""
 
-    And of the norms' gains and biases `[(depth + 4) hidden]`, one behind the other, in the type of sums.
-    """
-
-    factors: Tensor
-    terms: Tensor
-    z: Tensor
-    taken: Tensor
-    gains: Tensor
-    biases: Tensor
+    factors: Tensor  # [rows, hidden]
+    terms: Tensor  # [rows, hidden]
+    z: Tensor  # [rows, 4 hidden], at the input of the gates' norms
+    taken: Tensor  # [depth, rows, hidden], at the inputs of the other norms
+    gains: Tensor  # [(depth + 4) hidden], of all norms, in the dtype of sums
+    biases: Tensor  # [(depth + 4) hidden]
 
 
 def small_world_backward(
     weights: Weights, steps: Steps, factors: Tensor, index: Tensor | None, gains: Sequence[Tensor],
     biases: Sequence[Tensor], kept: Sequence[Tensor], norms: Norms, grads: Sequence[Tensor], into: SmallWorldGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `backward`; the other gradients go into memory that is given, where those of gains and biases are added."""
+    """Return the gradients of `backward`; write the others to `into`, where those of gains and biases are added."""
     (hidden, dtype), rows, depth = _sizes(weights), steps.rows, len(weights) - 1
-    grad_pre, grad_h, grad_c, operands = _gradients(steps, kept, grads, hidden, dtype)
+    grad_pre, grad_h, grad_c, tensors = _gradients(steps, kept, grads, hidden, dtype)
     inputs, affine = rows if index is None else len(factors), (depth + 4) * hidden
-    operands += [
+    tensors += [
         *_affine(weights, gains, biases),
         *_index(index, steps, inputs),
         ("factor", factors, (inputs, hidden), dtype),
@@ -216,11 +218,11 @@ def small_world_backward(
         ("grad_gains", into.gains, (affine,), SUM_DTYPES[dtype]),
         ("grad_biases", into.biases, (affine,), SUM_DTYPES[dtype]),
     ]
-    _run("small_world_backward", weights, steps, True, operands)
+    _run("small_world_backward", weights, steps, True, tensors)
     return grad_pre, grad_h, grad_c
 
 
-# -- operands that recurrences share ----------------------------------------------------------------------------------
+# -- tensors that recurrences share ----------------------------------------------------------------------------------
 
 
 def _sizes(weights: Weights) -> tuple[int, torch.dtype]:
@@ -234,23 +236,25 @@ def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[CoreTensor]:
     return [("index", index, (steps.rows,), torch.int64)]
 
 
-def _states(steps: Steps, hs: Trajectory, cs: Trajectory, hidden: int, dtype: torch.dtype) -> list[CoreTensor]:
-    """The states on their way forward; of sequences that all have the same length, the last step leaves the final."""
-    operands: list[CoreTensor] = []
+def _states(
+    steps: Steps, hs: StateTrajectory, cs: StateTrajectory, hidden: int, dtype: torch.dtype
+) -> list[CoreTensor]:
+    """Return the tensors of the states; the final states of aligned sequences are those behind the last step."""
+    tensors: list[CoreTensor] = []
     for name, path, of in (("h", hs, dtype), ("c", cs, SUM_DTYPES[dtype])):
         final = None if steps.aligned else path.final.view(-1)
-        operands += [
+        tensors += [
             (f"{name}_before", path.all_before, (steps.rows, hidden), of),
             (f"{name}_after", path.all_after, (steps.rows, hidden), of),
             (f"{name}_final", final, (steps.batch * hidden,), of),
         ]
-    return operands
+    return tensors
 
 
 def _gradients(
     steps: Steps, kept: Sequence[Tensor], grads: Sequence[Tensor], hidden: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[CoreTensor]]:
-    """The gradients before the gates, at h and at c as steps go back, and all operands of that."""
+    """Return the gradients at the gates' inputs, at h and at c, and all tensors of the backward pass."""
     (gates, before, after), (grad_y, grad_h, grad_c) = kept, grads
     grad_pre, grad_h, grad_c = workspace.empty_like(gates), grad_h.clone(), grad_c.clone()
     rows, state = steps.rows, SUM_DTYPES[dtype]
@@ -266,7 +270,7 @@ def _gradients(
 
 
 def _working(weights: Weights, steps: Steps, *names: str) -> list[CoreTensor]:
-    """Working memory of these names, `[batch, hidden]` each."""
+    """Return working memory with these names, `[batch, hidden]` each."""
     (hidden, dtype), values = _sizes(weights), weights[0][0]
     size = steps.batch * hidden
     return [(name, values.new_empty(size), (size,), dtype) for name in names]
@@ -291,20 +295,20 @@ def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[CoreTe
 
 
 def _run(
-    name: str, weights: Weights, steps: Steps, transpose: bool, operands: Sequence[CoreTensor], **rest: float
+    name: str, weights: Weights, steps: Steps, transpose: bool, tensors: Sequence[CoreTensor], **rest: float
 ) -> None:
-    """Calls the core's function; matrices are rows and their distance, all others contiguous."""
+    """Call a function of the core. Rows of matrices may have any stride; other tensors must be contiguous."""
     hidden, dtype = _sizes(weights)
     values: list[CoreTensor] = [
         (f"values[{i}]", each, layout.values_shape, dtype) for i, (each, layout) in enumerate(weights)
     ]
-    core, isa, found = cpu_core.arguments(*values, *operands)
+    core, isa, resolved = cpu_core.arguments(*values, *tensors)
     products = [
-        (address, tasks_of(layout, transpose)) for (_, layout), (address, _) in zip(weights, found, strict=False)
+        (address, tasks_of(layout, transpose)) for (_, layout), (address, _) in zip(weights, resolved, strict=False)
     ]
     addresses = {
-        operand[0]: pair if len(operand[2]) == 2 else pair[0]
-        for operand, pair in zip(operands, found[len(weights) :], strict=True)
+        tensor[0]: pair if len(tensor[2]) == 2 else pair[0]
+        for tensor, pair in zip(tensors, resolved[len(weights) :], strict=True)
     }
     getattr(core, name)(
         isa=isa, dtype=cpu_core.DTYPES[dtype], rows=steps.rows, hidden=hidden, step=_starts(steps.start),

@@ -1,4 +1,4 @@
-"""The steps of an LSTM on a GPU whose four gates have one layout, by kernels that compute the gates together."""
+"""Steps of an LSTM on a GPU whose four gates have one layout, by kernels that compute product and gates together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, k
 from ..gpu.tiles import Tile, Work, bucket, fit, forced, gpu_of, power_of_two
 from ..linear import LINEAR
 
-# Of others the tensor cores take no tile of four gates.
+# Tensor cores have no tile of four gates for other dtypes.
 DTYPES = (torch.bfloat16, torch.float16)
-# Launches kept per layout: steps differ in their rows, and in their addresses modulo 16.
+# Launches cached per layout: steps differ in their rows, and in their addresses modulo 16.
 MAX_LAUNCHES = 256
 
-# The tensors of each kernel, as it takes them.
+# The tensor arguments of each kernel.
 TENSORS = {
     "forward": ("x", "values", "pre", "index", "c", "h", "c_out", "gates", "partial", "counter"),
     "wgrad": ("grad", "x", "values"),
@@ -28,17 +28,16 @@ TENSORS = {
 
 
 class FusedGates:
-    """The products with a weight `[4 hidden, in]` in one call, together with the gates; made by `fused_gates_for`.
+    """Products with a weight `[4 hidden, in]` together with the gates, in one kernel; `fused_gates_for` makes it.
 
-    The features of a row lie side by side, the rows anywhere. Outputs are the caller's memory, as those of
-    `lstm_gates`.
+    Features of a row are contiguous, rows may have any stride. Outputs are the caller's memory, as in `lstm_gates`.
     """
 
     def __init__(self, values: Tensor, layout: BlockLayout, gate: BlockLayout) -> None:
         self._values, self._gate, self._gpu = values.contiguous(), gate, gpu_of(values.device)
         key = "step launches", values.device, values.dtype, forced(values.dtype)
         self._launches: dict[Any, tuple[Launch, int]] = layout.derived(key, dict)
-        # Room for the parts of block rows, and how many of these have come.
+        # Sums of parts of block rows, and the number of parts that were written.
         self._partial = values.new_empty(0)
         self._counter = torch.empty(0, dtype=torch.int32, device=values.device)
 
@@ -46,7 +45,7 @@ class FusedGates:
         self, x: Tensor, pre: Tensor, index: Tensor | None, c: Tensor,
         *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None,
     ) -> None:  # fmt: skip
-        """The states after a step, and its gates: those of x W^T and of pre, or of the rows of pre in the index."""
+        """Compute the states behind a step, and its gates, from x W^T + pre; an index selects the rows of pre."""
         if len(x) == 0:
             return
         tensors = x, self._values, pre, index, c, h_out, c_out, gates_out
@@ -57,7 +56,7 @@ class FusedGates:
         launch(*tensors, self._partial, self._counter)
 
     def wgrad(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The weight's gradient of all rows; None where few programs would have all to do."""
+        """Return the weight's gradient of all rows; None if there are too few programs to use the GPU."""
         gate, tile = self._gate, self._tile("wgrad", len(x))
         programs = cdiv(gate.nnz * gate.block_shape[1], tile.block_k) * cdiv(gate.block_shape[0], tile.block_n // 4)
         if len(x) == 0 or programs < self._gpu.multiprocessors:
@@ -67,17 +66,17 @@ class FusedGates:
         return values
 
     def _prepared(self, pass_: str, *tensors: Tensor | None) -> tuple[Launch, int]:
-        """The launch of a call like this one, and how many sums each of its programs has."""
-        of_each = [None if each is None else (each.stride(0), each.data_ptr() % 16 == 0) for each in tensors]
+        """Return the cached launch of a call, and the number of sums of each of its programs."""
+        memory = [None if each is None else (each.stride(0), each.data_ptr() % 16 == 0) for each in tensors]
         x: Any = tensors[0]
-        key = pass_, stream_of(x), x.shape[0], *of_each
-        found = self._launches.get(key)
-        if found is None:
+        key = pass_, stream_of(x), x.shape[0], *memory
+        entry = self._launches.get(key)
+        if entry is None:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
-            found = self._launches[key] = self._launch(pass_, *tensors)
-            keep_for_stream(x.device, *found[0].arguments)
-        return found
+            entry = self._launches[key] = self._launch(pass_, *tensors)
+            keep_for_stream(x.device, *entry[0].arguments)
+        return entry
 
     def _launch(self, pass_: str, *tensors: Any) -> tuple[Launch, int]:
         from . import kernels
@@ -104,12 +103,12 @@ class FusedGates:
         return launch, tile.block_m * tile.block_n
 
     def _tables(self, pass_: str, tile: Tile, programs: int) -> tuple[dict[str, Tensor], int]:
-        """The index tensors of a pass on the device, and in how many parts block rows come that do not come whole."""
+        """Return the index tensors of a pass on the device, and the number of parts of all block rows that are cut."""
         gate, device = self._gate, self._values.device
         if pass_ == "wgrad":
             key, parts, tasks = tile.block_k, 0, wgrad_tasks(gate, tile.block_k)
         else:
-            # A block row with more than half of a multiprocessor's share would be waited for; shorter parts cost more
+            # Block rows are cut at half of a multiprocessor's share, so that none ends last; shorter parts cost more
             # than they gain.
             mean = gate.nnz * programs / self._gpu.multiprocessors
             key = max(int(mean / 2), 4 * max(tile.block_k // gate.block_shape[1], 1))
@@ -124,7 +123,7 @@ class FusedGates:
         return gate.derived(("step tables", pass_, key, device), on_device), parts
 
     def _tile(self, pass_: str, n: int) -> Tile:
-        """`block_n` counts the features of all four gates."""
+        """Return the tile of a pass; its `block_n` counts the features of all four gates."""
         rows, columns = min(max(power_of_two(n), 16), 64), 4 * min(max(power_of_two(self._gate.block_shape[0]), 4), 32)
         tile = Tile(rows, columns, block_k=64, warps=4, stages=5)
         if pass_ == "wgrad":
@@ -137,7 +136,7 @@ class FusedGates:
 
 
 def fused_gates_for(values: Tensor, layout: BlockLayout | None) -> FusedGates | None:
-    """The steps with this weight; None where its gates' layouts differ, and where no such kernel serves it."""
+    """Return `FusedGates` for a weight; None if its gates have different layouts, or no kernel serves it."""
     if layout is None or values.dtype not in DTYPES:
         return None
     if LINEAR.on(values.device, values.dtype) is not LINEAR.backends["triton"]:
@@ -147,7 +146,7 @@ def fused_gates_for(values: Tensor, layout: BlockLayout | None) -> FusedGates | 
 
 
 def _one_gate(layout: BlockLayout) -> BlockLayout | None:
-    """The layout that all four gates have, or None."""
+    """Return the layout that all four gates have, or None if they differ."""
     rows, count = layout.grid[0] // 4, layout.nnz // 4
     if layout.grid[0] % 4 or layout.nnz % 4 or layout.nnz == 0:
         return None
@@ -158,7 +157,7 @@ def _one_gate(layout: BlockLayout) -> BlockLayout | None:
 
 
 def _with_parts(tasks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """The tasks of a `LinearPlan`, behind each the first and behind the last slot of its row.
+    """Return the tasks of a `LinearPlan`, each followed by the first slot of its row and the slot behind the last one.
 
     >>> _with_parts(np.array([[0, 0, 2, 0], [0, 2, 4, 1], [1, 4, 5, -1]]), np.array([[0, 2], [0, -1]]))
     array([[ 0,  0,  2,  0,  0,  2],

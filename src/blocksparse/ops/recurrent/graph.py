@@ -1,7 +1,7 @@
-"""Recurrences in graphs that are compiled or exported: one operation for all steps, so that their number may be open.
+"""Recurrences in compiled and exported graphs: one op for all steps, so the number of steps may be dynamic.
 
-The graph holds the layouts as index tensors, as those of `registry.LayoutOp` do. The backward pass computes the forward
-pass once more, as what that keeps for it has no place in the graph.
+The graph holds the layouts as index tensors, as for `registry.LayoutOp`. The backward pass computes the forward pass
+again, because the graph does not hold the tensors that the forward pass keeps.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..graph_layout import pack_layouts, unpack_layouts
 from ..torch_op import LIBRARY, define_op
 from .recurrence import Recurrence, Times
 
-# By the names that graphs have for them.
+# The recurrences by their names in graphs.
 KINDS: dict[str, type[Recurrence]] = {}
 
 
 def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The outputs of a recurrence whose steps are `Times`, as an operation of a graph."""
+    """Return the outputs of a recurrence whose steps are `Times`, through PyTorch's op."""
     refuse_onnx(type(recurrence).__name__)
     indices, sizes_of_layouts = pack_layouts(recurrence.layouts, tensors[0].device)  # type: ignore[union-attr]
     number, batch, sizes, reverse = recurrence.steps
     steps = type(recurrence).__name__, number, batch, list(sizes or ()), reverse
-    there = [tensor for tensor in tensors if tensor is not None]  # autograd passes over lists with None
+    present = [tensor for tensor in tensors if tensor is not None]  # autograd ignores lists that contain None
     given = [tensor is not None for tensor in tensors]
-    return tuple(torch.ops.blocksparse.scan(there, given, indices, sizes_of_layouts, *steps))
+    return tuple(torch.ops.blocksparse.scan(present, given, indices, sizes_of_layouts, *steps))
 
 
 def _recurrence(
@@ -37,7 +37,7 @@ def _recurrence(
     sizes: Sequence[int], reverse: bool,
 ) -> Recurrence:  # fmt: skip
     layouts = unpack_layouts(indices, sizes_of_layouts)
-    return KINDS[kind](Times(number, batch, tuple(sizes) or None, reverse).spelled(), *layouts)
+    return KINDS[kind](Times(number, batch, tuple(sizes) or None, reverse).to_steps(), *layouts)
 
 
 def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
@@ -52,14 +52,14 @@ def _scan(tensors: Sequence[Tensor], given: Sequence[bool], *pattern: Any) -> li
 
 def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments: Any) -> list[Tensor]:
     *pattern, grads, needed = arguments
-    recurrence, operands, wanted = _recurrence(*pattern), _with_none(tensors, given), iter(needed)
-    needs = [each and next(wanted) for each in given]
-    _, kept = recurrence.forward(*operands, keep=True)
-    found = recurrence.backward(tuple(operands), kept, tuple(grad.contiguous() for grad in grads), tuple(needs))
-    # In memory of their own: outputs of an operation are never views of each other.
+    recurrence, inputs, next_needed = _recurrence(*pattern), _with_none(tensors, given), iter(needed)
+    needs = [each and next(next_needed) for each in given]
+    _, kept = recurrence.forward(*inputs, keep=True)
+    results = recurrence.backward(tuple(inputs), kept, tuple(grad.contiguous() for grad in grads), tuple(needs))
+    # Clones, because outputs of an op must never be views of each other.
     return [
         torch.zeros_like(tensor) if grad is None else grad.clone(memory_format=torch.contiguous_format)
-        for tensor, grad, need in zip(operands, found, needs, strict=True)
+        for tensor, grad, need in zip(inputs, results, needs, strict=True)
         if need and tensor is not None
     ]
 
@@ -67,8 +67,8 @@ def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments:
 def _scan_meta(
     tensors: Any, given: Any, indices: Any, of_layouts: Any, kind: str, number: Any, batch: Any, sizes: Any, _: bool
 ) -> list[Tensor]:
-    operands: Any = _with_none(tensors, given)
-    states = [operands[i] for i in KINDS[kind].states]
+    inputs: Any = _with_none(tensors, given)
+    states = [inputs[i] for i in KINDS[kind].states]
     rows = sum(sizes) if sizes else number * batch
     return [states[0].new_empty(rows, states[0].shape[1]), *(state.new_empty(state.shape) for state in states)]
 
@@ -86,10 +86,10 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     tensors, indices, needed = list(saved[: ctx.count]), list(saved[ctx.count :]), list(ctx.needs_input_grad[0])
-    found = iter(torch.ops.blocksparse.scan_backward(tensors, ctx.given, indices, *ctx.pattern, list(grads), needed))
-    # PyTorch takes an empty list for one of tensors, whose gradient is a list.
+    results = iter(torch.ops.blocksparse.scan_backward(tensors, ctx.given, indices, *ctx.pattern, list(grads), needed))
+    # PyTorch treats an empty list as a list of tensors, whose gradient must be a list.
     rest: list[Any] = [[] if each == [] else None for each in ctx.pattern]
-    return [next(found) if need else None for need in needed], None, [None] * len(indices), *rest
+    return [next(results) if need else None for need in needed], None, [None] * len(indices), *rest
 
 
 _LAYOUTS = "Tensor[] indices, int[] sizes_of_layouts"

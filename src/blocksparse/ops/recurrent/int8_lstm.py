@@ -11,18 +11,18 @@ from ...layout import BlockLayout
 from ..int8_linear import INT8_LINEAR, int8_linear
 from ..lstm_gates import LSTM_GATES
 from .lstm import gates, outputs, unrolled
-from .op import Rows, Trajectory, gather_rows, linear_of
+from .op import StateTrajectory, StepInputs, gather_rows, linear_of
 from .recurrence import Recurrence
 
 
 class Int8LSTM(Recurrence):
-    """As `LSTM`, but for each weight that is int8, whose inputs are rounded as `int8_linear` does; without gradients.
+    """`LSTM` with int8 weights, whose inputs are rounded as in `int8_linear`; it has no gradient.
 
     Args:
-        layouts: as of `LSTM`; where there is one, the weight is int8.
+        layouts: as in `LSTM`; a weight with a layout is int8, the others are dense.
 
-    The tensors: x, index, h and c as of `LSTM`; V, its scales `[nnz, block_out]` (None where V is dense) and b; the
-    other weights, each with its scales. The outputs are those of `LSTM`; gates and c are float32.
+    The tensors are x, index, h and c as in `LSTM`; V, its scales `[nnz, block_out]` (None if V is dense) and b; then
+    the other weights, each with its scales. The outputs are those of `LSTM`; gates and c are float32.
     """
 
     def definition(
@@ -35,7 +35,7 @@ class Int8LSTM(Recurrence):
             h, c = gates(z + recurrent(h), c)
             return (projection[0](h) if projection else h), c
 
-        inputs = _Product(input_weight, input_scales, self.layouts[0])(x, bias)
+        inputs = _RoundedProduct(input_weight, input_scales, self.layouts[0])(x, bias)
         return unrolled(self.steps, step, (gather_rows(inputs, index),), h, c)
 
     def forward(
@@ -44,8 +44,8 @@ class Int8LSTM(Recurrence):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
         recurrent, *projection = self._products(weights)
-        hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        inputs = Rows(steps, _Product(input_weight, input_scales, self.layouts[0])(x, bias), index)
+        hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
+        inputs = StepInputs(steps, _RoundedProduct(input_weight, input_scales, self.layouts[0])(x, bias), index)
         run = LSTM_GATES.on(x.device, x.dtype).forward
         for t in steps.order:
             z = recurrent.on_rows(hs.before[t])
@@ -58,13 +58,13 @@ class Int8LSTM(Recurrence):
                 cs.advance(t)
         return outputs(hs, cs, keep=False), ()
 
-    def _products(self, weights: Sequence[Any]) -> list[_Product]:
+    def _products(self, weights: Sequence[Any]) -> list[_RoundedProduct]:
         triples = zip(weights[::2], weights[1::2], self.layouts[1:], strict=True)
-        return [_Product(*triple) for triple in triples]
+        return [_RoundedProduct(*triple) for triple in triples]
 
 
-class _Product:
-    """x W^T + bias of a weight that is int8 with scales, dense without."""
+class _RoundedProduct:
+    """x W^T + bias with an int8 weight and its scales, or with a dense weight."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None, layout: BlockLayout | None):
         self.weight, self.scales, self.layout = weight, scales, layout
@@ -75,7 +75,7 @@ class _Product:
         return int8_linear(x, self.weight, self.scales, self.layout, bias)
 
     def on_rows(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same of `[tokens, in]` that were checked and lie in memory."""
+        """Return the product for checked rows `[tokens, in]`, without the checks of the public function."""
         if self.scales is None or self.layout is None:
             return linear_of(x, self.weight, None, bias)
         backend = INT8_LINEAR.on(x.device, x.dtype)

@@ -1,7 +1,7 @@
-"""The Triton kernels of an LSTM's step whose four gates have one layout: a program computes them together.
+"""The Triton kernels of an LSTM's step whose four gates have one layout: a program computes all four.
 
-What the gates multiply is then loaded once for all four, and the activation is the end of the product: what comes
-before it is never in memory. Blocks of the gates i, f, g, o at one place lie `nnz` blocks apart in the values.
+Inputs are loaded once for all gates, and the activation follows the product in registers. In the values, blocks of the
+gates i, f, g, o at one position are `nnz` blocks apart.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from ..gpu.device import dot, lanes, load_inputs
 from ..lstm_gates.kernels import activate
 
 
-# Sizes that change from step to step, as those of packed sequences do, compile nothing again.
+# Sizes that vary between steps, as in packed sequences, must not compile the kernel again.
 @triton.jit(do_not_specialize=["n", "tasks", "nnz"])
 def step_forward_kernel(
-    x_ptr,  # [n, in], what the recurrent weight multiplies
+    x_ptr,  # [n, in], inputs of the recurrent weight
     values_ptr,  # [4 nnz, block_out, block_in]
-    pre_ptr,  # [rows, 4 hidden], the inputs' part of the gates
-    index_ptr,  # int64 [n], the row of it that each row takes, or None: its own
+    pre_ptr,  # [rows, 4 hidden], added to the product
+    index_ptr,  # int64 [n], the row of pre for each row, or None for the same row
     c_ptr,  # [n, hidden]
-    h_ptr,  # [n, hidden], written, as the following
+    h_ptr,  # [n, hidden], written, like the next two
     c_out_ptr,  # [n, hidden]
     gates_ptr,  # [n, 4 hidden] or None; it may be pre
-    partial_ptr,  # [parts, programs of a task, tile of sums]: of block rows that come in parts
+    partial_ptr,  # [parts, programs of a task, tile of sums]: of block rows that are cut in parts
     counter_ptr,  # int32 [parts, programs of a task], zeros before and after
     task_ptr,  # int32 [tasks, 6]: block row, first entry, last entry, part (-1: all), first and last part of the row
     col_ptr,
     n, tasks, nnz, hidden, x_stride, pre_stride, c_stride, h_stride, c_out_stride, gates_stride,
     block_out: tl.constexpr, block_in: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr,
-    PARTS: tl.constexpr,  # some rows come in parts
+    PARTS: tl.constexpr,  # whether some rows are cut in parts
     BLOCK_M: tl.constexpr,  # the tile: rows, features of each gate, lanes
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of a step, its four gates, and the states after it."""
+    """Compute the product of a step, its four gates, and the states behind it."""
     task, piece, tile, program, programs = _program(tasks, block_out, BLOCK_N)
     first = tl.load(task_ptr + 6 * task + 1)
     last = tl.load(task_ptr + 6 * task + 2)
@@ -43,7 +43,7 @@ def step_forward_kernel(
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     column = tl.arange(0, 4 * BLOCK_N)
     output = piece * BLOCK_N + column % BLOCK_N
-    # Of each column, from the first gate's block on.
+    # The weights of each column, from the first gate's block on.
     w_columns = values_ptr + (((column // BLOCK_N).to(tl.int64) * nnz * block_out + output) * block_in)
     sums = tl.zeros((BLOCK_M, 4 * BLOCK_N), SUM)
     for lane0 in range(0, (last - first) * WIDTH, BLOCK_K):
@@ -55,7 +55,7 @@ def step_forward_kernel(
         sums = dot(x, w, sums, PRECISION, WIDEN)
     complete = True
     if PARTS:
-        sums, complete = _gathered(
+        sums, complete = _sum_parts(
             sums, partial_ptr, counter_ptr, task_ptr, task, program, programs, BLOCK_M, 4 * BLOCK_N
         )
     if complete:
@@ -88,7 +88,7 @@ def step_wgrad_kernel(
     BLOCK_M: tl.constexpr,  # rows of a step; features of each gate and lanes of the sums
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient over all steps: BLOCK_K lanes of one block row's entries, of all four gates."""
+    """Compute the weight's gradient over all steps: BLOCK_K lanes of one block row's entries, for all four gates."""
     task = tl.program_id(0).to(tl.int64)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
@@ -119,7 +119,7 @@ def step_wgrad_kernel(
 
 @triton.jit
 def _program(tasks, height: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(task, slice of its features, tile of rows, number of these two, how many there are) of this program."""
+    """Return (task, slice of its features, tile of rows, index of this pair, number of pairs) of this program."""
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     programs = tl.num_programs(0) // tasks
     program = tl.program_id(0) % programs
@@ -127,15 +127,15 @@ def _program(tasks, height: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _gathered(
+def _sum_parts(
     sums,
     partial_ptr, counter_ptr, task_ptr,
     task, program, programs,
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a whole row, and whether this program has them: the last to come of those with a part of it.
+    """Return the sums of a whole row, and whether this program has them: it is the last to finish a part of the row.
 
-    That one adds the parts in their order, whichever came first, and leaves the counter as it was.
+    That program adds the parts in a fixed order, and resets the counter.
     """
     part = tl.load(task_ptr + 6 * task + 3)
     complete = part < 0
@@ -161,7 +161,7 @@ def _gathered(
 
 @triton.jit
 def _gates_of(sums, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of each gate, from sums of which they are the columns side by side."""
+    """Split sums `[BLOCK_M, 4 BLOCK_N]` into [BLOCK_M, BLOCK_N] of each gate."""
     apart = tl.permute(tl.reshape(sums, (BLOCK_M, 2, 2, BLOCK_N)), (0, 3, 1, 2))
     i_g, f_o = tl.split(apart)
     i, g = tl.split(i_g)

@@ -1,4 +1,4 @@
-"""The recurrence of the LSTM, with one product for the inputs of all steps."""
+"""The recurrence of the LSTM; one product serves the inputs of all steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .. import workspace
 from ..lstm_gates import LSTM_GATES
 from . import cpu
 from .op import (
-    Product,
-    Rows,
     StateGradient,
-    Trajectory,
+    StateTrajectory,
+    StepInputs,
+    WeightProduct,
     core_weights,
     empty,
     forward_step,
@@ -31,12 +31,12 @@ class LSTM(Recurrence):
     """i, f, g, o = x V^T + b + h W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c), or its projection.
 
     Args:
-        layouts: of V `[4 hidden, input]`, of W `[4 hidden, output]`, and of the weight `[output, hidden]` that h is
-            projected with, if there is one.
+        layouts: of V `[4 hidden, input]`, of W `[4 hidden, output]`, and if h is projected, of the projection's weight
+            `[output, hidden]`.
 
-    The tensors: x `[rows, input]`, index None, or a table x `[n, input]` and the index `[rows]` of each row in it, so
-    that the inputs' product is that of the table only; h `[batch, output]`, c `[batch, hidden]`; V; b `[4 hidden]` or
-    None; W; the projection's weight, if there is one. The outputs: y `[rows, output]`; the final h and c.
+    The tensors are x `[rows, input]` and None, or a table x `[n, input]` and the index `[rows]` of each row in it (the
+    inputs' product is then that of the table only); h `[batch, output]`, c `[batch, hidden]`; V; b `[4 hidden]` or
+    None; W; the projection's weight, if any. The outputs are y `[rows, output]` and the final h and c.
     """
 
     def definition(
@@ -58,10 +58,10 @@ class LSTM(Recurrence):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
         recurrent, *projection = products(weights, self.layouts[1:], steps)
-        hs, cs = Trajectory(steps, h), Trajectory(steps, c)
+        hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
         pre = empty(len(x), 4 * c.shape[1], x)
-        Product(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
-        # The activated gates take the place of the inputs' product where there is one of each row.
+        WeightProduct(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
+        # Without an index, the activated gates overwrite the product of the inputs.
         gates = None
         if keep:
             gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
@@ -71,7 +71,7 @@ class LSTM(Recurrence):
             cpu.forward(in_core, steps, pre, index, hs, cs, gates)
             return outputs(hs, cs, keep), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
         activated, left = None if gates is None else gates.split(steps.sizes), raw.split(steps.sizes)
-        step = forward_step(recurrent, Rows(steps, pre, index), c)
+        step = forward_step(recurrent, StepInputs(steps, pre, index), c)
         for t in steps.order:
             into = None if activated is None else activated[t]
             step(t, hs.before[t], cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
@@ -102,7 +102,7 @@ class LSTM(Recurrence):
             grad_pre, grad_h, grad_c = back_in_time(
                 steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None
             )
-        grad_x, grad_input_weight, grad_bias = Product(input_weight, self.layouts[0], len(x)).backward(
+        grad_x, grad_input_weight, grad_bias = WeightProduct(input_weight, self.layouts[0], len(x)).backward(
             scatter_add_rows(grad_pre, x, index), x, needed[0], needed[5]
         )
         grad_weights = [recurrent.wgrad(grad_pre, h_before)]
@@ -110,9 +110,9 @@ class LSTM(Recurrence):
         return grad_x, None, grad_h, grad_c, grad_input_weight, grad_bias, *grad_weights
 
 
-def products(weights: Sequence[Tensor], layouts: Sequence[BlockLayout | None], steps: Steps) -> list[Product]:
-    """The products of each step."""
-    return [Product(weight, layout, steps.batch) for weight, layout in zip(weights, layouts, strict=True)]
+def products(weights: Sequence[Tensor], layouts: Sequence[BlockLayout | None], steps: Steps) -> list[WeightProduct]:
+    """Return the products of a step with these weights."""
+    return [WeightProduct(weight, layout, steps.batch) for weight, layout in zip(weights, layouts, strict=True)]
 
 
 def back_in_time(
@@ -122,11 +122,15 @@ def back_in_time(
     at_state: Callable[[int, Tensor], Tensor],
     at_gates: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients before the gates of all steps, and at the initial h and c, from those at y and the final h and c.
+    """Return the gradients at the gates' inputs of all steps, and at the initial h and c.
 
-    `kept` are the activated gates and c before and after each step. `at_state` gives the gradient at the h that step t
-    took, from that before its gates; `at_gates` that at the h of the gates from those at the state and at y, where it
-    is not their sum.
+    Args:
+        steps: the time steps.
+        kept: the activated gates, and c before and after each step.
+        grads: the gradients at y and at the final h and c.
+        at_state: maps t and the gradient at the gates' inputs of step t to the gradient at the h before step t.
+        at_gates: maps t and the gradients at the state and at y to the gradient at the h of the gates; by default their
+            sum.
     """
     grad_y, grad_h, grad_c = grads
     grad_pre = workspace.empty_like(kept[0])
@@ -143,15 +147,15 @@ def back_in_time(
 
 
 def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The LSTM's last part, as a definition: h and c from the gates before their activation, and the c before."""
+    """Return h and c from the gates' inputs and the c before, by the definition of the LSTM."""
     i, f, g, o = pre.to(c.dtype).chunk(4, dim=-1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return (torch.sigmoid(o) * torch.tanh(c)).to(pre.dtype), c
 
 
-def outputs(hs: Trajectory, cs: Trajectory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y and the final states, in memory of their own: users write into what they are given."""
-    if not keep:  # `.data`: autograd would take y for a view, and restrict who writes into it
+def outputs(hs: StateTrajectory, cs: StateTrajectory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and the final states, in memory of their own, because users write into results."""
+    if not keep:  # `.data`, because autograd would take y for a view, and refuse writes into it
         c = cs.final if cs.final is cs.all_after else cs.final.clone()
         return hs.all_after.data, hs.final.clone(), c
     rows, features = hs.all_after.shape
@@ -162,13 +166,13 @@ def outputs(hs: Trajectory, cs: Trajectory, keep: bool) -> tuple[Tensor, Tensor,
 def unrolled(
     steps: Steps | Times, step: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs of `step(*inputs of t, h, c) -> h, c`, called for one step after the other."""
-    steps = steps.spelled() if isinstance(steps, Times) else steps
+    """Call `step(*inputs of t, h, c) -> h, c` for one step after the other, and return y and the final states."""
+    steps = steps.to_steps() if isinstance(steps, Times) else steps
     cut = [each.split(steps.sizes) for each in inputs]
     ys: dict[int, Tensor] = {}
     for t in steps.order:
         size = steps.sizes[t]
-        # The states of sequences that are over, or have not begun, do not change.
+        # States of sequences that have ended, or not begun, do not change.
         new_h, new_c = step(*(each[t] for each in cut), h[:size], c[:size])
         h, c = torch.cat([new_h, h[size:]]), torch.cat([new_c, c[size:]])
         ys[t] = new_h

@@ -11,7 +11,17 @@ from torch import Tensor
 from .. import workspace
 from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Product, Rows, Trajectory, core_weights, empty, forward_step, gather_rows, linear_of, scatter_add_rows
+from .op import (
+    StateTrajectory,
+    StepInputs,
+    WeightProduct,
+    core_weights,
+    empty,
+    forward_step,
+    gather_rows,
+    linear_of,
+    scatter_add_rows,
+)
 from .recurrence import Recurrence, Tensors
 
 
@@ -21,8 +31,8 @@ class MultiplicativeLSTM(Recurrence):
     Args:
         layouts: of V `[4 hidden, input]`, U `[hidden, input]`, W `[4 hidden, hidden]` and M `[hidden, hidden]`.
 
-    The tensors: x `[rows, input]`, index None, or a table x `[n, input]` and the index `[rows]` of each row in it; h
-    and c `[batch, hidden]`; V; b `[4 hidden]` or None; U; W; M. The outputs: y `[rows, hidden]`; the final h and c.
+    The tensors are x `[rows, input]` and None, or a table x `[n, input]` and the index `[rows]` of each row in it; h
+    and c `[batch, hidden]`; V; b `[4 hidden]` or None; U; W; M. The outputs are y `[rows, hidden]`, the final h and c.
     """
 
     def definition(
@@ -45,27 +55,27 @@ class MultiplicativeLSTM(Recurrence):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps, hidden = self.steps, c.shape[1]
         product, state_product = products((weight, state_weight), self.layouts[2:], steps)
-        hs, cs = Trajectory(steps, h), Trajectory(steps, c)
+        hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
         pre, of_x = (empty(len(x), size, x) for size in (4 * hidden, hidden))
-        Product(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
-        Product(factor_weight, self.layouts[1], len(x)).forward(x, out=of_x)
-        # The activated gates take the place of the inputs' product where there is one of each row.
+        WeightProduct(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
+        WeightProduct(factor_weight, self.layouts[1], len(x)).forward(x, out=of_x)
+        # Without an index, the activated gates overwrite the product of the inputs.
         gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
         of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
         kept = (gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before) if keep else ()
         in_core = core_weights([product, state_product])
         if in_core is not None:
-            multiplied = cpu.Multiplied(of_x, of_h, m)
-            cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, multiplied)
+            terms = cpu.MultiplicativeTerms(of_x, of_h, m)
+            cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, terms)
             return outputs(hs, cs, keep), kept
-        views, factors = [each.split(steps.sizes) for each in (gates, of_h, m)], Rows(steps, of_x, index)
-        step = forward_step(product, Rows(steps, pre, index), c)
+        views, factors = [each.split(steps.sizes) for each in (gates, of_h, m)], StepInputs(steps, of_x, index)
+        step = forward_step(product, StepInputs(steps, pre, index), c)
         for t in steps.order:
-            activated, state, multiplied = (view[t] for view in views)
+            activated, state, m_t = (view[t] for view in views)
             state_product.forward(hs.before[t], out=state)
-            torch.mul(factors[t], state, out=multiplied)
+            torch.mul(factors[t], state, out=m_t)
             into = activated if keep else None
-            step(t, multiplied, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
+            step(t, m_t, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
@@ -79,7 +89,7 @@ class MultiplicativeLSTM(Recurrence):
         product, state_product = products(weights, self.layouts[2:], steps)
         grad_of_x, grad_of_h = workspace.empty_like(of_h), workspace.empty_like(of_h)
         views = [each.split(steps.sizes) for each in (of_h, grad_of_x, grad_of_h)]
-        factors = Rows(steps, of_x, index)
+        factors = StepInputs(steps, of_x, index)
 
         def at_state(t: int, grad_z: Tensor) -> Tensor:
             state, grad_factor, grad_of_state = (view[t] for view in views)
@@ -92,13 +102,11 @@ class MultiplicativeLSTM(Recurrence):
         if in_core is None:
             grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
         else:
-            multiplied = cpu.Multiplied(of_x, of_h, m)
-            grad_pre, grad_h, grad_c = cpu.backward(
-                in_core, steps, states, grads, index, multiplied, (grad_of_x, grad_of_h)
-            )
+            terms = cpu.MultiplicativeTerms(of_x, of_h, m)
+            grad_pre, grad_h, grad_c = cpu.backward(in_core, steps, states, grads, index, terms, (grad_of_x, grad_of_h))
         grad_inputs, grad_factors = scatter_add_rows(grad_pre, x, index), scatter_add_rows(grad_of_x, x, index)
-        of_inputs = Product(input_weight, self.layouts[0], len(x)).backward(grad_inputs, x, needed[0], needed[5])
-        of_factors = Product(factor_weight, self.layouts[1], len(x)).backward(grad_factors, x, needed[0], False)
+        of_inputs = WeightProduct(input_weight, self.layouts[0], len(x)).backward(grad_inputs, x, needed[0], needed[5])
+        of_factors = WeightProduct(factor_weight, self.layouts[1], len(x)).backward(grad_factors, x, needed[0], False)
         grad_x = None if of_inputs[0] is None or of_factors[0] is None else of_inputs[0] + of_factors[0]
         grad_weights = product.wgrad(grad_pre, m), state_product.wgrad(grad_of_h, h_before)
         return grad_x, None, grad_h, grad_c, *of_inputs[1:], of_factors[1], *grad_weights

@@ -1,6 +1,6 @@
-"""What all recurrences over whole sequences share: autograd, time steps, states on their way through them, products.
+"""Shared code of all recurrences over whole sequences: autograd, states along the time steps, products.
 
-A recurrence is one node of autograd's graph, so that each weight gets its gradient in one product over all steps.
+A recurrence is one autograd node, so each weight gets its gradient in one product over all steps.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .recurrence import Recurrence, Steps, Tensors, Times
 
 
 def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns the outputs of a recurrence, differentiable any number of times.
+    """Return the outputs of a recurrence, differentiable any number of times.
 
-    Transforms, modes and meta tensors see the operations of its definition; graphs one operation for all steps, unless
+    Transforms, modes and meta tensors see the operations of its definition. Graphs have one op for all steps, unless
     all weights are dense.
     """
     if isinstance(recurrence.steps, Times):
@@ -44,7 +44,7 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _resolved(tensor: Tensor | None) -> Tensor | None:
-    """The tensor as it lies in memory, where PyTorch had put off a change of sign; vectors in one piece."""
+    """Resolve a lazy negation, and make vectors contiguous."""
     if tensor is None:
         return None
     tensor = tensor.resolve_neg()
@@ -62,13 +62,13 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]  # read once, as checkpoints demand
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]  # read once, as activation checkpointing requires
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
 
         def backward(*grads: Tensor) -> Any:
             if torch.is_grad_enabled() or not can_bypass_dispatcher(*grads):
                 return _differentiable(ctx.recurrence, tensors, grads, needed)
-            # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
+            # Gradients may have any strides, but the gates need the features of a row to be contiguous.
             contiguous = tuple(grad.resolve_neg().contiguous() for grad in grads)
             return ctx.recurrence.backward(tensors, kept, contiguous, needed)
 
@@ -78,24 +78,23 @@ class _Scan(torch.autograd.Function):
 def _differentiable(
     recurrence: Recurrence, tensors: Tensors, grads: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """The gradients as a function that autograd can differentiate again: those of the definition."""
+    """Return the gradients of the definition, which autograd can differentiate again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = recurrence.definition(*tensors)
     wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+    results = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
+    return [next(results) if need else None for need in needed]
 
 
 # -- states and rows --------------------------------------------------------------------------------------------------
 
 
-class Trajectory:
-    """A state on its way through the steps: what each step takes (`before`) and what it leaves (`after`).
+class StateTrajectory:
+    """A state along the time steps: `before[t]` is the state before step t, `after[t]` the state behind it.
 
-    It is `initial` before each sequence and `final` behind it, `[batch, features]`. The step itself writes `after[t]`,
-    and then calls `advance(t)`, unless the steps are aligned: what one step leaves then is what the next one takes, in
-    the same memory.
+    Sequences begin with `initial` and end with `final`, `[batch, features]`. A step writes `after[t]`, then calls
+    `advance(t)`, unless the steps are aligned: then `after` of a step and `before` of the next one share memory.
     """
 
     def __init__(self, steps: Steps, initial: Tensor) -> None:
@@ -125,9 +124,9 @@ class Trajectory:
         return torch.split(self.all_after, list(self.steps.sizes))
 
     def advance(self, t: int) -> None:
-        """Passes on the state that step t left, among sequences of several lengths."""
+        """Copy the state behind step t to the next step, for sequences of several lengths."""
         size = self.steps.sizes[t]
-        # Sequences that are over keep their final state; those that have not begun, their initial one.
+        # Sequences that have ended keep their final state; those that have not begun, their initial state.
         self.final[:size] = self.after[t]
         following = t - 1 if self.steps.reverse else t + 1
         if 0 <= following < len(self.steps.sizes):
@@ -135,7 +134,7 @@ class Trajectory:
 
 
 class StateGradient:
-    """The gradient at a state `[batch, features]` on its way back through the steps, `final` at the end of all."""
+    """The gradient at a state `[batch, features]`, as the steps run backward; it begins with `final`."""
 
     def __init__(self, steps: Steps, final: Tensor) -> None:
         self._aligned = steps.aligned
@@ -143,11 +142,11 @@ class StateGradient:
         self._grad = final.contiguous() if steps.aligned else final.clone()
 
     def at(self, t: int) -> Tensor:
-        """The gradient at what step t left."""
+        """Return the gradient at the state behind step t."""
         return self._grad if self._aligned else self._grad[: self._sizes[t]]
 
     def set(self, t: int, grad: Tensor) -> None:
-        """The gradient at what step t took."""
+        """Set the gradient at the state before step t."""
         if self._aligned:
             self._grad = grad
         else:
@@ -159,8 +158,8 @@ class StateGradient:
         return self._grad
 
 
-class Rows:
-    """What each step takes of data `[rows, features]`, or of data `[n, features]` whose rows are those of an index."""
+class StepInputs:
+    """The inputs of each step: rows of data `[rows, features]`, or of a table `[n, features]` by an index `[rows]`."""
 
     def __init__(self, steps: Steps, data: Tensor, index: Tensor | None) -> None:
         self._data = data
@@ -171,26 +170,26 @@ class Rows:
         return self._data.index_select(0, self._cut[t]) if self._indexed else self._cut[t]
 
     def at(self, t: int) -> tuple[Tensor, Tensor | None]:
-        """The rows as data and an index into it, or None."""
+        """Return the rows of step t as data and an index into it, or None for all of it."""
         return (self._data, self._cut[t]) if self._indexed else (self._cut[t], None)
 
 
 def gather_rows(data: Tensor, index: Tensor | None) -> Tensor:
-    """All rows, differentiable."""
+    """Return the rows of data in the index, differentiable; all rows without an index."""
     return data if index is None else data.index_select(0, index)
 
 
 def scatter_add_rows(grad: Tensor, data: Tensor, index: Tensor | None) -> Tensor:
-    """The gradient of data `[n, ...]` from that of all rows."""
+    """Return the gradient of data `[n, ...]` from that of `gather_rows`."""
     if index is None:
         return grad
-    # Unlike index_add, this has a fixed order and runs in parallel.
+    # Unlike index_add, this op has a fixed order of sums and runs in parallel.
     summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, index, len(data), -1, False)
     return summed
 
 
 def empty(rows: int, features: int, like: Tensor) -> Tensor:
-    """`[rows, features]` of the dtype and on the device of another tensor, in memory that large ones use again."""
+    """Return an empty `[rows, features]` with dtype and device of another tensor; large buffers are reused."""
     small = rows * features * like.element_size() < workspace.MIN_BYTES
     return like.new_empty(rows, features) if small else workspace.empty((rows, features), like.dtype, like.device)
 
@@ -198,26 +197,26 @@ def empty(rows: int, features: int, like: Tensor) -> Tensor:
 # -- products ------------------------------------------------------------------------------------------------------
 
 
-# dgrad by the rows of a dense weight adds to the whole output for each row. From WIDE features on, the output no longer
-# fits in the L1 cache, and products with a transposed copy take half the time; the copy costs about as much as the
-# products of TOKENS_OF_A_COPY tokens.
-WIDE, TOKENS_OF_A_COPY = 1024, 128
-# More than a BLAS needs to reach its full speed.
-MANY_TOKENS = 256
+# dgrad by the rows of a dense weight adds to the whole output for each row. From COPY_FEATURES features on, the output
+# exceeds the L1 cache, and products with a transposed copy take half the time. The copy costs as much as the products
+# of COPY_TOKENS tokens.
+COPY_FEATURES, COPY_TOKENS = 1024, 128
+# At this number of tokens a BLAS has reached its full speed.
+BLAS_TOKENS = 256
 
 
-class Product:
-    """The products with one weight, without autograd: x W^T and grad W at each step, the weight's gradient at the end.
+class WeightProduct:
+    """Products with one weight, without autograd: x W^T and grad W per step, and the weight's gradient of all steps.
 
-    The weight is `[nnz, block_out, block_in]` with a layout, `[out, in]` without; each x has about `tokens` rows.
+    The weight is `[nnz, block_out, block_in]` with a layout, `[out, in]` without one; each x has about `tokens` rows.
     """
 
     def __init__(self, weight: Tensor, layout: BlockLayout | None, tokens: int) -> None:
         self.shape = weight.shape
         self.layout = as_blocks(weight, tokens) if layout is None else layout
         self.weight = weight.contiguous()
-        turns = layout is None and self.layout is not None and weight.shape[1] >= WIDE
-        self._transposed_layout = _rows_of(*weight.T.shape) if turns else None
+        copies = layout is None and self.layout is not None and weight.shape[1] >= COPY_FEATURES
+        self._transposed_layout = _rows_of(*weight.T.shape) if copies else None
         self._transposed: Tensor | None = None
         self._seen = 0
         if self.layout is not None:
@@ -231,14 +230,15 @@ class Product:
 
     @property
     def core_weight(self) -> tuple[Tensor, BlockLayout] | None:
-        """The weight and its layout, where the CPU's core takes all steps at once."""
-        # It serves all ops if it serves one. Of numbers it has other kernels; back a transposed copy is the better way.
+        """The weight and its layout, or None if the compiled core cannot run all steps in one call."""
+        # Layouts of 1x1 blocks have other kernels, and a transposed copy is faster for the backward pass. If the core
+        # serves one op, it serves all.
         if self.layout is None or self.layout.block_shape == (1, 1) or self._transposed_layout is not None:
             return None
         return (self.weight, self.layout) if self._on_cpu else None
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
+        """Return x W^T + bias, `[tokens, in] -> [tokens, out]`; writes `out` if given."""
         if self.layout is not None:
             return self._linear(x, self.weight, bias, self.layout, False, None, out)
         if bias is None:
@@ -248,51 +248,54 @@ class Product:
     def backward(
         self, grad: Tensor, x: Tensor, needs_x: bool, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The gradients of x, of the weight and of the bias."""
+        """Return the gradients of x, the weight and the bias."""
         return self.dgrad(grad) if needs_x else None, self.wgrad(grad, x), grad.sum(0) if needs_bias else None
 
     def dgrad(self, grad: Tensor) -> Tensor:
-        """`[tokens, out] -> [tokens, in]`."""
+        """Return grad W, `[tokens, out] -> [tokens, in]`."""
         if self.layout is None:
             return grad @ self.weight
         self._seen += len(grad)
-        if self._transposed_layout is not None and self._seen > TOKENS_OF_A_COPY:
+        if self._transposed_layout is not None and self._seen > COPY_TOKENS:
             return self._linear(grad, self._copy(self._transposed_layout), None, self._transposed_layout, False, None)
         return self._linear(grad, self.weight, None, self.layout, True, None)
 
     def _copy(self, layout: BlockLayout) -> Tensor:
-        """The transposed weight as values of the layout."""
+        """Return a copy of the transposed weight, as values of the layout."""
         if self._transposed is None:
             copy = workspace.empty(layout.shape, self.weight.dtype, self.weight.device)
             self._transposed = copy.copy_(self.weight.view(self.shape).T).view(layout.values_shape)
         return self._transposed
 
     def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
-        """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
+        """Return the gradient of the weight from grad `[tokens, out]` and x `[tokens, in]`."""
         if self.layout is None:
             return grad.T @ x
-        found = None if self.fused_gates is None else self.fused_gates.wgrad(grad, x)
-        return (self._linear_wgrad(grad, x, self.layout) if found is None else found).view(self.shape)
+        fused = None if self.fused_gates is None else self.fused_gates.wgrad(grad, x)
+        return (self._linear_wgrad(grad, x, self.layout) if fused is None else fused).view(self.shape)
 
 
-def core_weights(products: Sequence[Product]) -> list[tuple[Tensor, BlockLayout]] | None:
-    """The weights and their layouts, where the CPU's core takes all steps of a recurrence with these products."""
-    found = [weight for product in products if (weight := product.core_weight) is not None]
-    return found if len(found) == len(products) else None
+def core_weights(products: Sequence[WeightProduct]) -> list[tuple[Tensor, BlockLayout]] | None:
+    """Return the weights and their layouts, or None if the compiled core cannot run all steps with these products."""
+    weights = [weight for product in products if (weight := product.core_weight) is not None]
+    return weights if len(weights) == len(products) else None
 
 
-def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., None]:
-    """A step of an LSTM as `step(t, x, c, *, h_out, c_out, gates_out)`: the gates of x W^T + inputs; c is the first."""
+def forward_step(product: WeightProduct, inputs: StepInputs, c: Tensor) -> Callable[..., None]:
+    """Return `step(t, x, c, *, h_out, c_out, gates_out)`, a step of an LSTM with the gates of x W^T + inputs.
+
+    The argument c of this function is the initial one.
+    """
     fused, weight = product.fused_gates, product.weight
     if fused is not None:
         return lambda t, x, c, **out: fused.forward(x, *inputs.at(t), c, **out)
-    z = weight.new_empty(c.shape[0], 4 * c.shape[1])  # of each step in turn
+    z = weight.new_empty(c.shape[0], 4 * c.shape[1])  # reused by all steps
     run = LSTM_GATES.on(weight.device, weight.dtype).forward
     return lambda t, x, c, **out: run(product.forward(x, out=z[: len(x)]), inputs[t], None, c, **out)
 
 
 def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, differentiable, of a weight that is block-sparse with a layout, dense without."""
+    """Return x W^T + bias, differentiable. The weight is block-sparse if there is a layout, else dense."""
     if layout is None and not in_autocast(x):
         layout = as_blocks(weight, len(x))
         weight = weight if layout is None else weight.view(layout.values_shape)
@@ -300,12 +303,12 @@ def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tenso
 
 
 def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
-    """Returns a layout whose values are the dense `weight` as it is in memory: blocks as wide as the weight.
+    """Return a layout whose values are the memory of a dense weight, with blocks as wide as the weight.
 
-    None where PyTorch's dense product is the better one: our kernels are faster than a BLAS that does not use all of
-    the CPU, but not at a few tokens, nor in 16 bits; nor at many, where its BLAS does, which is up to AVX2.
+    Return None if PyTorch's dense product is faster. Our kernels beat a BLAS that does not use all of the CPU, but not
+    for few tokens, nor in 16 bits, nor for many tokens with AVX2, which the BLAS uses fully.
     """
-    if tokens > MANY_TOKENS and cpu_core.unavailable() is None and cpu_core.isa() == "avx2":
+    if tokens > BLAS_TOKENS and cpu_core.unavailable() is None and cpu_core.isa() == "avx2":
         return None
     if tokens < 8 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None

@@ -1,4 +1,4 @@
-"""What a recurrence is, and the time steps that it runs over."""
+"""The base class of recurrences, and the time steps that they run over."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Recurrence:
-    """A recurrence over a whole sequence, written twice: as a definition, and by hand.
+    """A recurrence over whole sequences, written twice: as a definition, and as fast code with its own gradients.
 
-    `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
+    `tensors` are its inputs, initial states and weights, in an order that the subclass defines; some may be None.
 
-        definition(*tensors)                    the outputs, in operations that autograd differentiates as often as one
-                                                likes; slow
-        forward(*tensors, keep)                 the outputs, and what backward needs besides the tensors if it is to be
-                                                kept
-        backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
-                                                for what is not needed
+        definition(*tensors)                    returns the outputs; slow, but autograd can differentiate it any number
+                                                of times
+        forward(*tensors, keep)                 returns the outputs, and with `keep` the tensors that backward needs
+        backward(tensors, kept, grads, needed)  returns the gradients of the tensors from those of the outputs; those
+                                                that are not needed may be None
 
     Args:
-        steps: of the sequences.
-        layouts: of the weights; None where one is dense.
+        steps: the time steps of the sequences.
+        layouts: the layout of each weight, None for a dense one.
     """
 
     states = 2, 3
-    """The positions of the initial h and c among the tensors; the outputs are h of all steps, the final h and c."""
+    """Positions of the initial h and c among the tensors. The outputs are h of all steps, and the final h and c."""
 
     def __init__(self, steps: Any, *layouts: BlockLayout | None) -> None:
         self.steps, self.layouts = steps, layouts
@@ -54,37 +53,37 @@ class Steps:
     """How the rows of `[rows, features]` data are time steps: step t is the next `sizes[t]` rows.
 
     Args:
-        sizes: rows of each step, never more than of the step before, as in a PackedSequence: shorter sequences end
-            earlier, and row r of a step belongs to row r of the step before.
-        reverse: whether time runs from the last step to the first.
+        sizes: rows of each step, never more than in the step before, as in a PackedSequence: shorter sequences end
+            earlier, and row r of a step follows row r of the step before.
+        reverse: True if time runs from the last step to the first.
     """
 
     sizes: tuple[int, ...]
     reverse: bool = False
     start: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The first row of each step, and the number of rows."""
+    """The first row of each step, and at the end the number of all rows."""
     rows: int = field(init=False, repr=False, compare=False)
-    """Of all steps."""
+    """The number of rows of all steps."""
     batch: int = field(init=False, repr=False, compare=False)
     """The number of sequences."""
     aligned: bool = field(init=False, repr=False, compare=False)
     """Whether all sequences have the same length."""
     order: Sequence[int] = field(init=False, repr=False, compare=False)
-    """The steps as time runs."""
+    """The steps in the order of time."""
 
     @classmethod
     def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
-        """Steps of sequences that all have the same length."""
+        """Return the steps of sequences of one length."""
         return cls((batch,) * steps, reverse)
 
     def __post_init__(self) -> None:
         sizes = self.sizes
         order = range(len(sizes))
-        # Stored, not computed, as each step of each sequence reads these.
+        # Stored instead of computed, because each step of each sequence reads them.
         for name, value in (
             ("start", (0, *accumulate(sizes))),
             ("rows", sum(sizes)),
-            # By lengths: torch.compile knows no truth of sizes that are left open.
+            # Lengths, because torch.compile cannot evaluate the truth of a tuple of dynamic sizes.
             ("batch", sizes[0] if len(sizes) else 0),
             ("aligned", len(sizes) == 0 or sizes[-1] == sizes[0]),
             ("order", order[::-1] if self.reverse else order),
@@ -93,9 +92,9 @@ class Steps:
 
 
 class Times(NamedTuple):
-    """The steps of sequences before they are spelled out: in a graph their number may be open.
+    """The time steps of a graph, in which their number may be dynamic.
 
-    sizes: as of `Steps`, or None where each step has the whole batch.
+    sizes: as in `Steps`, or None if each step has the whole batch.
     """
 
     number: int
@@ -103,6 +102,6 @@ class Times(NamedTuple):
     sizes: tuple[int, ...] | None = None
     reverse: bool = False
 
-    def spelled(self) -> Steps:
-        """The same as `Steps`."""
+    def to_steps(self) -> Steps:
+        """Return these as `Steps`."""
         return Steps(self.sizes or (self.batch,) * self.number, self.reverse)

@@ -1,4 +1,4 @@
-"""The recurrence of the deep-transition LSTM of 2017, made for small-world layouts."""
+"""The recurrence of the deep-transition LSTM of 2017, designed for small-world layouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..checks import contiguous_features
 from ..lstm_gates import LSTM_GATES
 from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Rows, Trajectory, core_weights, empty, gather_rows, linear_of, scatter_add_rows
+from .op import StateTrajectory, StepInputs, core_weights, empty, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Tensors
 
 EPSILON = 1e-5
 
 
 class SmallWorldLSTM(Recurrence):
-    """A few steps through the graph within each time step, then the gates; a layer norm after each product.
+    """Each time step multiplies the state `depth` times, then computes the gates; each product has a layer norm.
 
         s = factors * norm(h W1^T)
         s = relu(terms + norm(s W2^T))
@@ -31,10 +31,10 @@ class SmallWorldLSTM(Recurrence):
     Args:
         layouts: of the weights W1 to Wdepth `[hidden, hidden]`, then of W `[4 hidden, hidden]`.
 
-    The tensors: factors and terms `[rows, hidden]`, those of the inputs, index None, or tables of them `[n, hidden]`
-    and the index `[rows]` of each row in them; h and c `[batch, hidden]`; the weights as the layouts; the norms' gains
-    and biases, `[hidden]` of each weight but `[4 hidden]` of W, gains first. With a depth of 1 there are no terms: what
-    is given is not read. The outputs: y `[rows, hidden]`; the final h and c.
+    The tensors are the inputs' factors and terms `[rows, hidden]` and None, or tables of them `[n, hidden]` and the
+    index `[rows]` of each row in them; h and c `[batch, hidden]`; the weights in the order of the layouts; all gains,
+    then all biases of the norms, `[hidden]` for each weight but `[4 hidden]` for W. With depth 1, terms are not read.
+    The outputs are y `[rows, hidden]` and the final h and c.
 
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
@@ -75,7 +75,7 @@ class SmallWorldLSTM(Recurrence):
         steps, depth = self.steps, self.depth
         weights, gains, biases = self._split(parameters)
         of_steps = products(weights, self.layouts, steps)
-        hs, cs = Trajectory(steps, h), Trajectory(steps, c)
+        hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
         norms = cpu.Norms.empty(steps.rows if keep else steps.batch, depth, h, c)
         activated = empty(steps.rows, 4 * c.shape[1], h) if keep else None
         kept = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
@@ -84,7 +84,7 @@ class SmallWorldLSTM(Recurrence):
             inputs = contiguous_features(factors), contiguous_features(terms) if depth > 1 else None
             cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
             return outputs(hs, cs, keep), kept
-        factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
+        factor, term = StepInputs(steps, factors, index), StepInputs(steps, terms, index)
         wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
         run = LSTM_GATES.on(factors.device, factors.dtype).forward
         for t in steps.order:
@@ -128,11 +128,11 @@ class SmallWorldLSTM(Recurrence):
             grad_factors, grad_terms, workspace.empty_like(norms.z), workspace.empty_like(norms.normed), *affine
         )
         grad_gains, grad_biases = (each.split([len(gain) for gain in gains]) for each in affine)
-        factor = Rows(steps, factors, index)
+        factor = StepInputs(steps, factors, index)
         wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
 
         def norm_backward(k: int, grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-            # Summed while the terms are in the cache.
+            # Summed here, while the terms are in the cache.
             grad_gains[k].add_((grad * normed).sum(0))
             grad_biases[k].add_(grad.sum(0))
             return _norm_backward(grad * wide[k][0], normed, scale)
@@ -179,14 +179,14 @@ class SmallWorldLSTM(Recurrence):
 
 
 def _norm(y: Tensor, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each group of a row's features normalised, in this dtype, and 1 / deviation `[rows, groups]`."""
+    """Return each group of a row's features normalised, in this dtype, and 1 / deviation `[rows, groups]`."""
     shape = (len(y), groups, y.shape[1] // groups)
     normed, _, scale = torch.native_layer_norm(y.view(shape).to(dtype), shape[2:], None, None, EPSILON)
     return normed.flatten(1), scale.flatten(1)
 
 
 def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-    """The gradient at what the norms take, from that at what they leave."""
+    """Return the gradient at the norms' inputs from that at their outputs."""
     shape = (*scale.shape, normed.shape[1] // scale.shape[1])
     zeros, ones = torch.zeros_like(scale).unsqueeze(-1), torch.ones_like(scale).unsqueeze(-1)
     # Normalised values already have mean 0 and deviation 1.
