@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from blocksparse.errors import BlockSparseError
+
 # The server that forks the processes has imported these, and has no threads yet.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "blocksparse", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
@@ -84,6 +86,22 @@ class Processes:
             process.join()
             pipe.close()
         self.running = []
+
+
+def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Return the text of the BlockSparseError that a call raises."""
+    try:
+        function(*args, **options)
+    except BlockSparseError as error:
+        return str(error)
+    raise AssertionError("no BlockSparseError")
+
+
+def shared_error(group: Processes, function: Callable[..., Any], *args: Any) -> str:
+    """Run a function that returns the text of an error on all processes; check that all texts are equal, return one."""
+    texts = set(group(function, *args))
+    assert len(texts) == 1, texts
+    return texts.pop()
 
 
 def rendezvous(count: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Checkpoints: written by some processes, read by others into models with other layouts, cut in other ways."""
+"""Checkpoints load on any number of processes, into models with other layouts that are sharded in other ways."""
 
 import itertools
 import os
@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
-from blocksparse.distributed import ColwiseParallel, RowwiseParallel, load_checkpoint, save_checkpoint
-from blocksparse.errors import BlockSparseError
-from processes import Processes
+from blocksparse.distributed import ColwiseParallel, Cut, RowwiseParallel, load_checkpoint, save_checkpoint
+from processes import Processes, error_of, shared_error
 
 
 class Net(nn.Module):
@@ -53,7 +52,7 @@ def train(net, optimizer, steps=2, part=slice(None)):
 
 
 def trained(seed=0):
-    """A net after two steps of one process, and its optimizer."""
+    """Return a net after two steps in one process, and its optimizer."""
     net = Net(seed)
     optimizer = adam(net)
     return train(net, optimizer), optimizer
@@ -64,12 +63,12 @@ def whole(tensor):
 
 
 def state(net, optimizer=None):
-    """All of a net's numbers, and those that its optimizer has for them."""
-    found = {name: whole(tensor).clone() for name, tensor in net.state_dict().items()}
+    """Return copies of a net's tensors, and of its optimizer's state."""
+    tensors = {name: whole(tensor).clone() for name, tensor in net.state_dict().items()}
     for name, parameter in net.named_parameters() if optimizer is not None else ():
-        for key, kept in optimizer.state[parameter].items():
-            found[f"{name}/{key}"] = whole(kept).clone()
-    return found
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{name}/{key}"] = whole(value).clone()
+    return tensors
 
 
 def wrapped(net, how):
@@ -82,7 +81,7 @@ def wrapped(net, how):
 
 
 def save(folder, how="plain"):
-    """Every process trains the same; returns what one process has."""
+    """Train the same net in every process and save it; return its state."""
     net = wrapped(Net(0), how)
     optimizer = adam(net)
     train(net, optimizer)
@@ -101,14 +100,14 @@ def load(folder, how="plain", density=0.25, steps=0):
     return state(getattr(net, "module", net), optimizer)
 
 
-def check_equal(found, expected):
-    assert found.keys() == expected.keys()
+def check_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def pairs():
-    """Every way of saving with every way of loading; often each once."""
+    """Return every way of saving with every way of loading; each occurs once in the tests that always run."""
     saved = (1, "plain"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")
     loaded = (4, "fsdp"), (2, "fsdp"), (4, "plain"), (1, "plain")
     for (i, one), (j, other) in itertools.product(enumerate(saved), enumerate(loaded)):
@@ -123,37 +122,21 @@ def test_any_number_of_processes(processes, tmp_path, saved, before, loaded, aft
         check_equal(found, expected)
 
 
-class Pair(nn.Module):
-    def __init__(self, first, out):
-        super().__init__()
-        self.first, self.out = first, out
+CUTS = Cut(48, 8, ((0, 2, 4), (1, 3, 5))), Cut(24, 4, ((0, 1, 5), (2, 3, 4)))
 
 
-def part(layer, axis, group):
-    """The part of a layer that this process has of `group`: every second line of blocks, or so."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    lines = torch.arange(layer.layout.grid[axis])[rank::size]
-    mask = layer.layout.mask()
-    keep = torch.isin(torch.arange(mask.shape[axis]), lines)
-    mine = mask[keep] if axis == 0 else mask[:, keep]
-    held = keep[torch.tensor(layer.layout.row_of_block if axis == 0 else layer.layout.col_of_block)]
-    weight = bs.nn.module.Weight(bs.BlockLayout(mine, layer.layout.block_shape))
-    weight.values.data = layer.values.detach()[held]
-    weight.part = bs.nn.tensor_parallel_part.TensorParallelPart(layer.layout.grid, axis, lines.numpy(), group)
-    return weight
-
-
-def parts(seed, sharded, density=0.5):
-    """Two weights, cut by rows and by columns, on two processes or on pairs of them."""
-    count = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "tp"))
+def parallel_net(seed, density, sharded):
+    """Return a net on pairs of processes with parts that are not contiguous, and FSDP2 over the pairs if sharded."""
     net = Net(seed, density)
-    net = Pair(*(part(layer, axis, mesh["tp"].get_group()) for axis, layer in enumerate((net.first, net.out))))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    first = ColwiseParallel(output_layouts=Replicate(), cut=CUTS[0])
+    out = RowwiseParallel(input_layouts=Replicate(), cut=CUTS[1])
+    parallelize_module(net, mesh["tp"], {"first": first, "out": out})
     return fully_shard(net, mesh=mesh["dp"]) if sharded else net
 
 
 def adam_without_forward(net):
-    """Steps with gradients that the values determine, so that parts have what the whole would have."""
+    """Step with gradients that equal the values, so that the state of a part is a part of the whole state."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, foreach=False)
     for _ in range(2):
         for parameter in net.parameters():
@@ -162,77 +145,54 @@ def adam_without_forward(net):
     return optimizer
 
 
-def whole_net(seed, density=0.5):
-    net = Net(seed, density)
-    return Pair(weight_of(net.first), weight_of(net.out))
-
-
-def weight_of(layer):
-    weight = bs.nn.module.Weight(layer.layout)
-    weight.values.data = layer.values.detach()
-    return weight
-
-
 def save_parts(folder, sharded):
-    net = parts(0, sharded)
+    net = parallel_net(0, 0.5, sharded)
     save_checkpoint(net, folder, optimizer=adam_without_forward(net))
 
 
 def load_parts(folder, sharded):
-    """Into parts with other layouts; then what each has is written, and read on the first as a whole."""
-    net = parts(1, sharded, 0.3)
+    net = parallel_net(1, 0.3, sharded)
     optimizer = adam_without_forward(net)
     load_checkpoint(net, folder, optimizer=optimizer)
     save_checkpoint(net, f"{folder}-again", optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("count", "sharded"), [(2, False), (4, True)])
-@pytest.mark.parametrize(("again", "shards"), [(2, False), (4, False), (4, True)])
-def test_parts_of_weights(processes, tmp_path, count, sharded, again, shards):
-    net = whole_net(0)
+@pytest.mark.parametrize(("saved", "sharded"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("loaded", "shards"), [(2, False), (4, False), (4, True)])
+def test_parts_of_weights(processes, tmp_path, saved, sharded, loaded, shards):
+    net = Net(0)
     expected = state(net, adam_without_forward(net))
-    processes(count)(save_parts, tmp_path / "at", sharded)
-    processes(again)(load_parts, tmp_path / "at", shards)
+    processes(saved)(save_parts, tmp_path / "at", sharded)
+    processes(loaded)(load_parts, tmp_path / "at", shards)
     for folder in ("at", "at-again"):
-        other = whole_net(1, 0.2)
+        other = Net(1, 0.2)
         optimizer = adam_without_forward(other)
         load_checkpoint(other, tmp_path / folder, optimizer=optimizer)
         check_equal(state(other, optimizer), expected)
 
 
-def parallel_net(seed, density):
-    net = Net(seed, density)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(
-        net,
-        mesh["tp"],
-        {"first": ColwiseParallel(output_layouts=Replicate()), "out": RowwiseParallel(input_layouts=Replicate())},
-    )
-    return fully_shard(net, mesh=mesh["dp"])
-
-
-def load_parallel(folder):
-    """A trained net into a tensor-parallel one, trained on and saved again; its outputs, and those of one process."""
-    net, (truth, one) = parallel_net(1, 0.3), trained()
+def train_parallel(folder):
+    """Load a checkpoint into a tensor-parallel net, train and save it; return the state after training alone."""
+    net, (truth, optimizer_of_truth) = parallel_net(1, 0.3, True), trained()
     optimizer = adam(net)
     load_checkpoint(net, folder, optimizer=optimizer)
     train(net, optimizer)
     save_checkpoint(net, f"{folder}-again", optimizer=optimizer)
-    return state(train(truth, one), one)
+    return state(train(truth, optimizer_of_truth), optimizer_of_truth)
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_tensor_parallel_layers(processes, tmp_path, count):
+def test_training_continues_on_tensor_parallel_layers(processes, tmp_path, count):
     net, optimizer = trained()
     save_checkpoint(net, tmp_path / "at", optimizer=optimizer)
-    expected = processes(count)(load_parallel, tmp_path / "at")[0]
+    expected = processes(count)(train_parallel, tmp_path / "at")[0]
     other = Net(1, 0.2)
     optimizer = adam(other)
     load_checkpoint(other, tmp_path / "at-again", optimizer=optimizer)
-    found = state(other, optimizer)
-    assert found.keys() == expected.keys()
+    restored = state(other, optimizer)
+    assert restored.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(restored[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -247,136 +207,161 @@ def test_what_pytorch_wrote_and_reads(tmp_path):
     check_equal(found, state(net))
 
 
-def bad(case, folder):
-    """A checkpoint, and a model that it is not for: the text of the error, and whether the model is as it was."""
-    net, optimizer = Net(1), None
-    if case == "another model":
-        net.more = nn.Linear(2, 2)
-    if case == "fewer layers":
-        del net.dense
-    if case == "block size":
-        net.out = bs.nn.Linear(24, 10, density=0.5, block_size=2)
-    if case == "another size":
-        net.first = bs.nn.Linear(30, 64, density=0.5, block_size=8)
-    if case == "optimizer":
-        optimizer = adam(net)
-    if case == "optimizer of another class":
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    if case == "one process" and dist.get_rank() == 1:
+def more_layers(net):
+    net.more = nn.Linear(2, 2)
+
+
+def fewer_layers(net):
+    del net.dense
+
+
+def other_blocks(net):
+    net.out = bs.nn.Linear(24, 10, density=0.5, block_size=2)
+
+
+def other_size(net):
+    net.first = bs.nn.Linear(30, 64, density=0.5, block_size=8)
+
+
+def other_size_on_rank_1(net):
+    if dist.get_rank() == 1:
         net.dense = nn.Linear(3, 3)
-    if case == "ddp":
-        net = DistributedDataParallel(Net(1, 0.25))
-    before = state(net)
-    with pytest.raises(BlockSparseError) as error:
-        load_checkpoint(net, folder, optimizer=optimizer)
-    check_equal(state(net), before)
-    return str(error.value)
 
 
-BAD = {
-    "another model": "the tensors of this model, more.weight with them, got none",
-    "fewer layers": "the tensors of this model, got dense.bias besides",
-    "block size": r"out with \(5, 12\) blocks of \(2, 2\), got \(3, 6\) blocks of \(4, 4\)",
-    "another size": r"first with \(8, 4\) blocks of \(8, 8\), got \(6, 4\) blocks",
-    "optimizer": "the optimizer's state of first.values, got none",
-    "one process": r"process 1: .*expected dense.weight of \[3, 3\], got \[24, 16\]",
-    "ddp": "expected first with .* blocks, .* before the model is wrapped in DistributedDataParallel",
-    "cut": "expected a whole checkpoint, got ",
-    "missing": "expected a whole checkpoint, got FileNotFoundError",
-    "no folder": r"expected a folder of torch.distributed.checkpoint, got .* \(FileNotFoundError",
-    "cut description": "expected a folder of torch.distributed.checkpoint, got",
-    "other bits": "expected a whole checkpoint, got a data file that is cut or damaged$",
-    "other pickle": "expected a whole checkpoint, got a data file that is cut or damaged$",
-    "optimizer of another class": "expected the state of SGD for first.values, got that of AdamW",
-    "evil": "posix.system, which no description of a checkpoint has",
+# Changes of the model that loads, and words of the error.
+BAD_MODELS = {
+    more_layers: "the tensors of this model, more.weight with them, got none",
+    fewer_layers: "the tensors of this model, got dense.bias besides",
+    other_blocks: r"out with \(5, 12\) blocks of \(2, 2\), got \(3, 6\) blocks of \(4, 4\)",
+    other_size: r"first with \(8, 4\) blocks of \(8, 8\), got \(6, 4\) blocks",
+    other_size_on_rank_1: r"process 1: .*expected dense.weight of \[3, 3\], got \[24, 16\]",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_checkpoints(processes, tmp_path, case):
-    folder = tmp_path / "at"
-    save_checkpoint(Net(0), folder)
-    if case == "optimizer of another class":
-        net, optimizer = trained()
-        save_checkpoint(net, folder, optimizer=optimizer)
-    data = next(folder.glob("*.distcp"))
-    if case == "other bits":
-        data.write_bytes(bytes(0xFF ^ each for each in data.read_bytes()))
-    if case == "other pickle":
-        data.write_bytes(pickle.dumps(Net) * 999)
-    if case == "cut":
-        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    if case == "missing":
-        data.unlink()
-    if case == "no folder":
-        shutil.rmtree(folder)
-    if case == "cut description":
-        (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-100])
-    if case == "evil":
-        (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-    first, second = processes(2)(bad, case, folder)
-    assert first == second
-    with pytest.raises(AssertionError, match=BAD[case]):
-        raise AssertionError(first)
+def cut(path, end):
+    path.write_bytes(path.read_bytes()[:end])
+
+
+# Changes of a checkpoint, given its folder and its data file, and words of the error.
+BAD_FILES = {
+    "cut": (lambda folder, data: cut(data, data.stat().st_size // 2), "expected a whole checkpoint, got "),
+    "missing": (lambda folder, data: data.unlink(), "expected a whole checkpoint, got FileNotFoundError"),
+    "no folder": (
+        lambda folder, data: shutil.rmtree(folder),
+        r"expected a folder of torch.distributed.checkpoint, got .* \(FileNotFoundError",
+    ),
+    "cut description": (
+        lambda folder, data: cut(folder / ".metadata", -100),
+        "expected a folder of torch.distributed.checkpoint, got",
+    ),
+    "other bits": (
+        lambda folder, data: data.write_bytes(bytes(0xFF ^ each for each in data.read_bytes())),
+        "expected a whole checkpoint, got a data file that is cut or damaged$",
+    ),
+    "other pickle": (
+        lambda folder, data: data.write_bytes(pickle.dumps(Net) * 999),
+        "expected a whole checkpoint, got a data file that is cut or damaged$",
+    ),
+    "evil": (
+        lambda folder, data: (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+        "posix.system, which no description of a checkpoint has",
+    ),
+}
+
+
+def load_error(folder, change=None, density=0.5, optimizer=None):
+    """Return the error of loading into a changed net, after a check that the net is as it was."""
+    net = Net(1, density)
+    net = (change and change(net)) or net
+    before = state(net)
+    error = error_of(load_checkpoint, net, folder, optimizer=optimizer and optimizer(net))
+    check_equal(state(net), before)
+    return error
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+
+def check_refused(processes, message, folder, *arguments):
+    assert re.search(message, error := shared_error(processes(2), load_error, folder, *arguments)), error
+
+
+@pytest.mark.parametrize("change", BAD_MODELS, ids=lambda change: change.__name__)
+def test_another_model(processes, tmp_path, change):
+    save_checkpoint(Net(0), tmp_path / "at")
+    check_refused(processes, BAD_MODELS[change], tmp_path / "at", change)
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_damaged_files(processes, tmp_path, case):
+    damage, message = BAD_FILES[case]
+    save_checkpoint(Net(0), tmp_path / "at")
+    damage(tmp_path / "at", next((tmp_path / "at").glob("*.distcp")))
+    check_refused(processes, message, tmp_path / "at")
+
+
+def test_other_numbers_of_blocks_in_data_parallel(processes, tmp_path):
+    save_checkpoint(Net(0), tmp_path / "at")
+    message = "expected first with .* blocks, .* before the model is wrapped in DistributedDataParallel"
+    check_refused(processes, message, tmp_path / "at", DistributedDataParallel, 0.25)
+
+
+def test_another_optimizer(processes, tmp_path):
+    net, optimizer = trained()
+    for saved, asked, message in (
+        (None, adam, "the optimizer's state of first.values, got none"),
+        (optimizer, sgd, "expected the state of SGD for first.values, got that of AdamW"),
+    ):
+        save_checkpoint(net, tmp_path / "at", optimizer=saved)
+        check_refused(processes, message, tmp_path / "at", None, 0.5, asked)
 
 
 def test_a_description_imports_nothing(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"cthis\ns\n.")
-    with pytest.raises(BlockSparseError, match=r"this\.s, which no description of a checkpoint has"):
-        load_checkpoint(Net(0), tmp_path)
+    assert "this.s, which no description of a checkpoint has" in error_of(load_checkpoint, Net(0), tmp_path)
     assert "this" not in sys.modules
 
 
-def described_by(folder, member):
-    (folder / ".metadata").write_bytes(
-        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n" + member + b"\ntR."
-    )
-    with pytest.raises(BlockSparseError) as error:
-        load_checkpoint(Net(0), folder)
-    return str(error.value)
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (b"_MEM_FORMAT_ENCODING\nS'TORCH_CHANNELS_LAST'", "MEM_FORMAT_ENCODING in place of a description"),
+        (b"_MEM_FORMAT_ENCODING\nS'__class__'", "no member of an Enum"),
+        (b"Metadata\nS'__init__'", "no member of an Enum"),
+        (b"Metadata\nS'__module__'", "no member of an Enum"),
+    ],
+)
+def test_getattr_in_a_description_reads_members_of_enums_only(tmp_path, member, message):
+    """Python 3.11.0 to 3.11.3 write such members as `getattr(kind, name)`."""
+    description = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n" + member + b"\ntR."
+    (tmp_path / ".metadata").write_bytes(description)
+    assert message in error_of(load_checkpoint, Net(0), tmp_path)
 
 
-def test_a_description_of_an_older_python_names_members_of_enums_only(tmp_path):
-    """Python 3.11.0 to 3.11.3 write them as `getattr(kind, name)`."""
-    assert "MEM_FORMAT_ENCODING in place of a description" in described_by(
-        tmp_path, b"_MEM_FORMAT_ENCODING\nS'TORCH_CHANNELS_LAST'"
-    )
-    for member in (b"_MEM_FORMAT_ENCODING\nS'__class__'", b"Metadata\nS'__init__'", b"Metadata\nS'__module__'"):
-        assert "no member of an Enum" in described_by(tmp_path, member)
+def save_bad_about(folder):
+    return error_of(save_checkpoint, Net(0), folder, about={"x": object() if dist.get_rank() else 1})
 
 
-def about_of_one(folder):
-    with pytest.raises(BlockSparseError) as error:
-        save_checkpoint(Net(0), folder, about={"x": object() if dist.get_rank() else 1})
-    return str(error.value)
-
-
-def test_what_json_cannot_express_in_one_process(processes, tmp_path):
-    first, second = processes(2)(about_of_one, tmp_path / "at")
-    assert first == second
-    assert first.startswith("process 1: about: expected values that JSON can express")
+def test_facts_of_one_process_that_json_cannot_express(processes, tmp_path):
+    error = shared_error(processes(2), save_bad_about, tmp_path / "at")
+    assert error.startswith("process 1: about: expected values that JSON can express")
     assert not list((tmp_path / "at").iterdir())
 
 
 def save_apart(folder, same):
-    folder = folder if same else folder / str(dist.get_rank())
-    if same and dist.get_rank() == 1:  # as if its file system were another
-        exists = pathlib.Path.exists
-        pathlib.Path.exists = lambda path: path.suffix != ".shared" and exists(path)
-    try:
-        with pytest.raises(BlockSparseError) as error:
-            save_checkpoint(Net(0), folder)
-    finally:
-        if same and dist.get_rank() == 1:
-            pathlib.Path.exists = exists
-    return str(error.value)
+    exists, folder = pathlib.Path.exists, folder if same else folder / str(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        if same and dist.get_rank() == 1:  # as on another file system
+            patch.setattr(pathlib.Path, "exists", lambda path: path.suffix != ".shared" and exists(path))
+        return error_of(save_checkpoint, Net(0), folder)
 
 
-@pytest.mark.parametrize(("same", "said"), [(True, "process 1: .* that all processes share"), (False, "in process 1$")])
-def test_a_folder_that_is_not_one(processes, tmp_path, same, said):
-    first, second = processes(2)(save_apart, tmp_path, same)
-    assert first == second
-    assert re.search(said, first)
+@pytest.mark.parametrize(
+    ("same", "message"), [(True, "process 1: .* that all processes share"), (False, "in process 1$")]
+)
+def test_processes_must_share_the_folder(processes, tmp_path, same, message):
+    assert re.search(message, shared_error(processes(2), save_apart, tmp_path, same))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,6 @@
-"""Engines of several processes x methods: as one process on the same global batch.
+"""Every method with every engine of several processes gives what one process gives on the same global batch.
 
-`linear` has linear layers, `mixed` convolutions and an LSTM, of sizes that blocks pad, and parts without a block.
+The task `linear` has linear layers; `mixed` has convolutions and an LSTM, with padded sizes and parts without a block.
 """
 
 import itertools
@@ -35,13 +35,13 @@ def network():
 
 def dense_network():
     torch.manual_seed(0)
-    # Rows of blocks lie on two processes, and are padded.
+    # Rows of blocks lie across two processes, and are padded.
     first = nn.Sequential(nn.Linear(30, 44), nn.GELU(), nn.Linear(44, 32))
     return nn.Sequential(first, nn.Sequential(nn.ReLU(), nn.Linear(32, 18, bias=False)), nn.Linear(18, 10)).double()
 
 
 class Mixed(nn.Module):
-    """Images, whose columns become a sequence."""
+    """Convolutions on images, whose columns are the sequence of an LSTM."""
 
     def __init__(self, of, conv, linear, lstm, hidden):
         super().__init__()
@@ -68,15 +68,15 @@ def dense_mixed():
     return Mixed(nn, {}, {}, {}, 24).double()
 
 
-def q_of(model):
-    """Thresholds that end within the range of the largest first weights of blocks."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {f"{name}.weight": 0.4 * module.in_features**-0.5 for name, module in found.items()}
+def thresholds(model):
+    """Return thresholds that end among the largest initial weights of blocks."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {f"{name}.weight": 0.4 * module.in_features**-0.5 for name, module in layers.items()}
 
 
 @torch.no_grad()
 def without_gradients(model):
-    """Sets the last weight to 0, so that the first gradients of the others are 0, and all of their blocks equal."""
+    """Zero the last weight, so that the first gradients of the others are 0 and all of their blocks tie."""
     last = [module for module in model.modules() if isinstance(module, bs.nn.Linear)][-1]
     last.values.zero_()
     return model
@@ -89,7 +89,7 @@ METHODS = {
         model, optimizer, 0.3, begin=5, end=35, every=10, block_size=(8, 4)
     ),
     "threshold": lambda model, optimizer: bs.sparsity.ThresholdPruning(
-        model, optimizer, q_of(model), begin=2, ramp=10, end=35, every=5, block_size=(8, 4)
+        model, optimizer, thresholds(model), begin=2, ramp=10, end=35, every=5, block_size=(8, 4)
     ),
     "blocks": lambda model, optimizer: bs.sparsity.GradualBlockPruning(
         model, optimizer, 0.1, begin=5, end=35, every=10
@@ -138,7 +138,7 @@ TASKS = {
 }  # fmt: skip
 
 
-# Each wraps a model, and says which of how many parts of the batch this process takes.
+# Each wraps a model; returns it with the rank and the number of ranks over which the batch is split.
 
 
 def alone(model, task):
@@ -197,32 +197,34 @@ def train(model, task, wrap, optimizer, method):
 def compare(name, engine, optimizer, method):
     task = TASKS[name]
     make = task.dense if method in DENSE else task.sparse
-    one, several = make(), make()
-    before = [each.layout for each in weights(one)]
-    y = train(one, task, alone, optimizer, method)
+    single, several = make(), make()
+    before = [each.layout for each in weights(single)]
+    y = train(single, task, alone, optimizer, method)
     torch.testing.assert_close(train(several, task, ENGINES[engine], optimizer, method), y, rtol=1e-6, atol=1e-9)
     reshard(several)
-    assert len(weights(one)) == {"linear": 3 + (method in DENSE), "mixed": 5}[name]
-    changed = sum(each.layout != old for each, old in zip(weights(one), before, strict=False))
+    assert len(weights(single)) == {"linear": 3 + (method in DENSE), "mixed": 5}[name]
+    changed = sum(each.layout != old for each, old in zip(weights(single), before, strict=False))
     least = {"none": 0, "rigl": 1}.get(method, 1 if name == "linear" else 5)
-    assert changed >= least or (before == [] and any(each.layout.density < 1 for each in weights(one)))
-    for mine, theirs in zip(weights(one), weights(several), strict=True):
-        stored = handle_of(theirs)
-        assert stored.layout == mine.layout
+    assert changed >= least or (before == [] and any(each.layout.density < 1 for each in weights(single)))
+    for mine, theirs in zip(weights(single), weights(several), strict=True):
+        handle = handle_of(theirs)
+        assert handle.layout == mine.layout
         if mine.used is None:
-            assert stored.used is None
+            assert handle.used is None
         else:
-            assert all(map(torch.equal, stored.used, mine.used))
-        here = torch.from_numpy(stored.local_positions)
-        torch.testing.assert_close(stored.local, mine.values.detach()[here], rtol=1e-6, atol=1e-9)
+            assert all(map(torch.equal, handle.used, mine.used))
+        local = torch.from_numpy(handle.local_positions)
+        torch.testing.assert_close(handle.local, mine.values.detach()[local], rtol=1e-6, atol=1e-9)
         if engine == "fsdp":
-            assert len(here) <= -(-stored.layout.nnz // dist.get_world_size())
+            assert len(local) <= -(-handle.layout.nnz // dist.get_world_size())
 
 
+# The number of processes in tests that use one number for each engine.
 COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 
 
-OFTEN = {
+# Cases that always run; the others are `full`.
+USUAL = {
     "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set"),
                ("ddp", "ties"), ("fsdp", "ties"), ("tp", "ties")},
     "mixed": {("ddp", "gradual"), ("fsdp", "set"), ("tp", "blocks"), ("tp_fsdp", "rigl")},
@@ -230,51 +232,52 @@ OFTEN = {
 
 
 def cases():
-    """Every method by every engine, optimizer and number of processes; each method, and each engine, often."""
+    """Yield every method with every engine, optimizer and number of processes."""
     for name, task in TASKS.items():
         for count, engine, method, optimizer in itertools.product((2, 4), ENGINES, task.methods, OPTIMIZERS):
             if (engine == "tp_fsdp" and count == 2) or (engine.startswith("tp") and method in DENSE):
-                continue  # two dimensions; layers that are block-sparse
+                continue  # it needs two dimensions; tensor parallelism needs block-sparse layers
             if engine == "ddp" and method == "blocks":
-                continue  # the model is to be wrapped again
+                continue  # the number of blocks changes, so the model would have to be wrapped again
             if name == "mixed" and (count != COUNTS[engine] or optimizer == "sgd"):
                 continue
-            often = (engine, method) in OFTEN[name] and optimizer == "adamw"
-            often = often and count in (4 if engine == "tp_fsdp" else 2, COUNTS[engine] if name == "mixed" else 0)
-            yield pytest.param(name, count, engine, method, optimizer, marks=() if often else pytest.mark.full)
+            usual = (engine, method) in USUAL[name] and optimizer == "adamw" and (name == "mixed" or count == 2)
+            yield pytest.param(name, count, engine, method, optimizer, marks=() if usual else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("name", "count", "engine", "method", "optimizer"), list(cases()))
-def test_as_one_process(processes, name, count, engine, method, optimizer):
+def test_training_equals_one_process(processes, name, count, engine, method, optimizer):
     processes(count)(compare, name, engine, optimizer, method)
 
 
-def near(got, wanted):
-    assert got.dtype == torch.float32
-    assert got.shape == wanted.shape
-    assert (got - wanted).double().norm() <= 1e-6 * wanted.double().norm()
+def near(actual, expected):
+    assert actual.dtype == torch.float32
+    assert actual.shape == expected.shape
+    assert (actual - expected).double().norm() <= 1e-6 * expected.double().norm()
 
 
 def one_step(engine):
     task = TASKS["mixed"]
-    one, several = mixed().float(), mixed().float()
+    single, several = mixed().float(), mixed().float()
     outputs = []
-    for model, wrap in ((one, alone), (several, ENGINES[engine])):
+    for model, wrap in ((single, alone), (several, ENGINES[engine])):
         wrapped, rank, ranks = wrap(model, task)
         y = wrapped(task.x[0].float().chunk(ranks)[rank])
         (y - 1).square().mean().backward()
         outputs.append(y.detach())
     near(outputs[1], outputs[0].chunk(ranks)[rank])
-    for mine, theirs in zip(one.modules(), several.modules(), strict=True):
-        cut = getattr(theirs, "sharded_parameters", {})
+    for mine, theirs in zip(single.modules(), several.modules(), strict=True):
+        shardings = getattr(theirs, "sharded_parameters", {})
         for name, parameter in mine.named_parameters(recurse=False):
-            wanted, got = parameter.grad, getattr(theirs, name).grad
+            expected, actual = parameter.grad, getattr(theirs, name).grad
             if name == "values":
-                got = got.to_local() if is_dtensor(got) else got
-                near(got, wanted[torch.from_numpy(handle_of(theirs).local_positions)])
+                actual = actual.to_local() if is_dtensor(actual) else actual
+                near(actual, expected[torch.from_numpy(handle_of(theirs).local_positions)])
             else:
-                got = got.full_tensor() if is_dtensor(got) else got
-                near(got, wanted[torch.from_numpy(cut[name].local_indices)] if name in cut else wanted)
+                actual = actual.full_tensor() if is_dtensor(actual) else actual
+                near(
+                    actual, expected[torch.from_numpy(shardings[name].local_indices)] if name in shardings else expected
+                )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,4 +1,6 @@
-"""One safetensors file of a model on several processes: as of one process, in pieces, and the old one if it fails."""
+"""`save_safetensors` writes the file of a plain model, in pieces, and keeps the old file if it fails."""
+
+import re
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel, save_safetensors, single_file
-from blocksparse.errors import BlockSparseError
+from processes import error_of, shared_error
 
 
 def network(seed=0, density=0.4):
@@ -39,7 +41,7 @@ class Mixed(nn.Module):
         self.up, self.down = nn.Linear(20, 24), nn.Linear(24, 4)
 
 
-def spread(how):
+def wrap(how):
     net, count = Mixed(), dist.get_world_size()
     if how == "ddp":
         return DistributedDataParallel(net)
@@ -69,33 +71,31 @@ def spread(how):
 
 
 def save(how, path, piece):
-    single_file.PIECE_BYTES = piece
-    try:
-        save_safetensors(spread(how), path, about={"step": 3})
-    finally:
-        single_file.PIECE_BYTES = 2**25
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_file, "PIECE_BYTES", piece)
+        save_safetensors(wrap(how), path, about={"step": 3})
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "replicas", "tensor", "both"])
 @pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("piece", [1000, 2**25])
-def test_as_of_one_process(processes, tmp_path, how, count, piece):
+def test_the_file_equals_that_of_one_process(processes, tmp_path, how, count, piece):
     processes(count)(save, how, tmp_path / "net", piece)
     truth, other = Mixed(), Mixed(1, 0.2)
     if how in ("fsdp", "replicas", "both"):
         del truth.scale, other.scale
     other.load_state_dict(load_file(tmp_path / "net"))
-    found, expected = other.state_dict(), truth.state_dict()
-    assert found.keys() == expected.keys()
+    actual, expected = other.state_dict(), truth.state_dict()
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(actual[name], expected[name]), name
     assert checkpoint.load(tmp_path / "net")[1] == {"step": 3}
     assert [file.name for file in tmp_path.iterdir()] == ["net"]
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The bytes of the largest tensor made besides the known ones."""
+    """Measures the bytes of the largest tensor that operations make; `known` tensors do not count."""
 
     largest, known = 0, frozenset()
 
@@ -109,49 +109,50 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 def largest(path):
     net = nn.Sequential(bs.nn.Linear(1024, 1024, density=0.5, block_size=32), nn.Linear(1024, 512))
     fully_shard(net)
-    single_file.PIECE_BYTES = 2**16
     sizes = Sizes()
     sizes.known = {p.to_local().untyped_storage().data_ptr() for p in net.parameters()}
-    with sizes:
+    with sizes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_file, "PIECE_BYTES", 2**16)
         save_safetensors(net, path)
-    single_file.PIECE_BYTES = 2**25
     return sizes.largest
 
 
-def test_nobody_has_a_whole_tensor(processes, tmp_path):
+def test_no_process_has_a_whole_tensor(processes, tmp_path):
     assert max(processes(2)(largest, tmp_path / "net")) <= 2**16
     assert load_file(tmp_path / "net")["0.values"].nbytes == 2**21
 
 
-def fails(case, path):
-    """The text of the error."""
-    density = 0.2 if case == "others" and dist.get_rank() == 1 else 0.4
-    net, patch = fully_shard(Mixed(density=density).sparse), pytest.MonkeyPatch()
-    if case == "disk" and dist.get_rank() == 0:
-        count = iter(range(4))
+def full_disk(calls):
+    """Return a function in place of `checkpoint._bytes` that fails after some calls."""
+    left = iter(range(calls))
 
-        def full(tensor):
-            if next(count, None) is None:
-                raise OSError(28, "No space left on device")
-            return memoryview(bytes(tensor.nbytes))
+    def write(tensor):
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        return memoryview(bytes(tensor.nbytes))
 
-        patch.setattr(checkpoint, "_bytes", full)
-    if case == "a process" and dist.get_rank() == 1:
+    return write
 
-        def broken(*_):
-            raise RuntimeError("out of memory")
 
-        patch.setattr(single_file.LocalChunk, "between", broken)
-    try:
-        with pytest.raises(BlockSparseError) as error:
-            save_safetensors(net, path)
-    finally:
-        patch.undo()
+def out_of_memory(*_):
+    raise RuntimeError("out of memory")
+
+
+def fail(case, path):
+    """Save a model with a fault on one process; return the error."""
+    rank = dist.get_rank()
+    net = fully_shard(Mixed(density=0.2 if case == "others" and rank == 1 else 0.4).sparse)
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "disk" and rank == 0:
+            patch.setattr(checkpoint, "_bytes", full_disk(4))
+        if case == "a process" and rank == 1:
+            patch.setattr(single_file.LocalChunk, "between", out_of_memory)
+        error = error_of(save_safetensors, net, path)
     dist.barrier()
-    return str(error.value)
+    return error
 
 
-FAILS = {
+FAULTS = {
     "disk": "a place to write a checkpoint to, got No space left on device; the checkpoint before it is whole",
     "a process": r"process 1: .*: RuntimeError: out of memory",
     "others": r"process 1, 0.col_indices: expected .* as in process 0, got",
@@ -159,13 +160,11 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("case", FAILS)
-def test_errors_are_those_of_all_and_the_old_file_stays(processes, tmp_path, case):
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_failure_raises_on_all_processes_and_the_old_file_remains(processes, tmp_path, case):
     path = tmp_path / "net"
     checkpoint.save(path, {"x": torch.ones(2)}, {})
-    texts = processes(2)(fails, case, path / "under a file" if case == "folder" else path)
-    assert texts[0] == texts[1]
-    with pytest.raises(AssertionError, match=FAILS[case]):
-        raise AssertionError(texts[0])
+    error = shared_error(processes(2), fail, case, path / "under a file" if case == "folder" else path)
+    assert re.search(FAULTS[case], error), error
     assert load_file(path)["x"].tolist() == [1, 1]
     assert [file.name for file in tmp_path.iterdir()] == ["net"]

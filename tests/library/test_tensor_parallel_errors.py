@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, Cut, RowwiseParallel
+from processes import error_of, shared_error
 from test_tensor_parallel import PLAN, half_dense_mlp
 
 COL, ROW = ColwiseParallel(), RowwiseParallel()
@@ -63,12 +64,6 @@ REFUSED = [
         "rank 1",
     ),
 ]
-
-
-def error_of(function, *arguments):
-    with pytest.raises(bs.BlockSparseError) as caught:
-        function(*arguments)
-    return str(caught.value)
 
 
 def refusals():
@@ -168,8 +163,7 @@ PLAN_CASES = [(case, ours) for case in REFUSED_PLANS for ours in (False, True) i
 
 @pytest.mark.parametrize(("case", "ours"), PLAN_CASES, ids=str)
 def test_refused_plans_name_the_layer_on_every_process(processes, case, ours):
-    first, second = processes(2)(refused_plan, case, ours)
-    assert first == second
+    shared_error(processes(2), refused_plan, case, ours)
 
 
 def reversed_plan():
