@@ -192,7 +192,7 @@ def memory():
 
 def refused():
     dense = fully_shard(nn.Sequential(nn.Linear(16, 16)), mesh=mesh())
-    with pytest.raises(bs.BlockSparseError, match="0.weight, which FSDP2 has sharded: use GradualPruning"):
+    with pytest.raises(bs.BlockSparseError, match=r"0\.weight, which FSDP2 has sharded: use GradualPruning"):
         bs.sparsity.MovementPruning(dense, torch.optim.SGD(dense.parameters()), begin=0, end=9, block_size=4)
     alone = fully_shard(nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh())), mesh=mesh())
     with pytest.raises(bs.BlockSparseError, match=r"0.weight: expected a layer in a module that fully_shard"):
