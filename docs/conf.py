@@ -1,4 +1,4 @@
-"""The site: `make docs`. Its source folder is the repository, so that links between files are the same everywhere."""
+"""Settings of the site. Its source folder is the repository, so that links work on the site and on GitHub."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from docutils import nodes
 
 import blocksparse
 
-# Tutorials run in kernels, which would warn that they talk to us over open ports of this machine.
+# Kernels of tutorials would warn that they communicate over open ports of this machine.
 os.environ["IPYTHONDIR"] = str(Path(__file__).parents[1] / "build" / "ipython")
 profile = Path(os.environ["IPYTHONDIR"], "profile_default")
 profile.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
 
-# Docstrings: a backtick is code, `Args:` and `Raises:` are sections.
+# In docstrings a backtick is code, and `Args:` and `Raises:` are sections.
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
@@ -74,20 +74,20 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e8a", "color-brand-content": "#0b6e8a"},
     "dark_css_variables": {"color-brand-primary": "#57c4e0", "color-brand-content": "#57c4e0"},
 }
-highlight_language = "text"  # of blocks that name none: tables, trees, output
+highlight_language = "text"  # for blocks that name no language: tables, trees, output
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def title(app, docname, source):
-    """Tables of benchmarks are files without a heading: their names are."""
+def add_title(app, docname, source):
+    """Add a heading to tables of benchmarks, made from their file names."""
     if docname.startswith("benchmarks/results/"):
         work, machine = Path(docname).name.split("-", 1)
         source[0] = f"# {work}: {machine}\n\n{source[0]}"
 
 
-def outputs(app, doctree):
-    """Warnings without the file of the kernel, another one in each build; pictures for those who cannot see them."""
+def clean_outputs(app, doctree):
+    """Remove the kernel's file name, which differs in each build, from warnings; give images alternative texts."""
     for block in doctree.findall(nodes.literal_block):
         if "stderr" in block["classes"]:
             text = re.sub(r"/\S*ipykernel_\d+/\d+\.py:\d+: ", "", block.astext())
@@ -100,5 +100,5 @@ def outputs(app, doctree):
 
 
 def setup(app):
-    app.connect("source-read", title)
-    app.connect("doctree-read", outputs)
+    app.connect("source-read", add_title)
+    app.connect("doctree-read", clean_outputs)

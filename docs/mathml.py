@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw themselves: no script, no font, no network."""
+"""Render formulas as MathML, which browsers draw without script, font or network."""
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml

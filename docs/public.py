@@ -1,4 +1,4 @@
-"""The directive `public`: public names of a module with their docstrings, all of its `__all__` where none are given.
+"""The directive `public`: names of a module with their docstrings; without names, its whole `__all__`.
 
 ```{public} blocksparse.nn
 Linear Conv2d
@@ -36,7 +36,7 @@ class Public(Directive):
 
 
 def escape(app, what, name, obj, options, lines):
-    """|w| is a size here, no substitution, and * a product."""
+    """Escape | and *: in our docstrings |w| is a norm and * a product, not markup."""
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = re.split(r"(`+[^`]*`+)", line)

@@ -13,7 +13,7 @@ Cache and compute overlap in part (OVERLAP). The launch and the start and end of
 
 The model is calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of each measured forward
 product in bfloat16 and float32, and 22 % for training steps; convolutions of that time took 34 to 62 % longer than
-predicted. docs/results/speed.md compares it with kernels measured since then. For other GPUs it presumes the same
+predicted. docs/results/gpu.md compares it with kernels measured since then. For other GPUs it presumes the same
 fractions of their nominal rates.
 """
 
