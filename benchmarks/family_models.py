@@ -200,7 +200,7 @@ FAMILIES |= {
 
 
 def with_adapters(kind: str, inputs: Callable[[], Inputs], targets: list[str]) -> Callable[[], ModelAndInputs]:
-    """Return a maker of a model whose layers have peft adapters; adapters stay dense, the layers below become sparse."""
+    """Return a maker of a model with peft adapters; adapters stay dense, the layers below them become sparse."""
 
     def make() -> ModelAndInputs:
         peft = import_module("peft")

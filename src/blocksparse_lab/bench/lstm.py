@@ -40,7 +40,7 @@ PASSES = ("train", "inference")
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 KINKS = 20
 
-# The checked model has at least this many blocks a side, or as many as the pattern needs, and runs this many steps.
+# The checked model has at least this many blocks a side, or what the pattern needs, and runs this many steps.
 CHECKED_BLOCKS, CHECKED_STEPS = 9, 4
 
 
