@@ -375,7 +375,7 @@ def test_what_it_cannot_do_it_says_before_it_measures(tmp_path, script, monkeypa
 @pytest.mark.full
 def test_a_run_goes_on_where_another_ended(tmp_path, script, monkeypatch):
     settled = []
-    monkeypatch.setattr(Host, "settle", lambda device: settled.append(device))
+    monkeypatch.setattr(Host, "warm_up", lambda device: settled.append(device))
     monkeypatch.setenv("BLOCKSPARSE_COMMIT", "0123456789abcdef")
     quick = "--quick", "--device", "cpu", "--out", tmp_path, "--only"
     assert script(*quick, "dense peak,break-even,host")[0] == 0
