@@ -146,10 +146,3 @@ def test_inputs_as_blocks():
     assert sparse.layout.col_indices().tolist() == best.tolist()
     x = torch.randn(3, 20)
     torch.testing.assert_close(sparse(x), x[:, best] @ weight[:, best].T + layer.bias)
-
-
-def test_sixteen_bits():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
-    method = GradualPruning(model, density=0.5, end=1, block_size=8)
-    method.step()
-    assert [layer.values.dtype for layer in method.finish()] == [torch.bfloat16] * 2

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import blocksparse as bs
 from blocksparse.sparsity import GroupLasso
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,14 +110,3 @@ def test_no_more_than_a_density():
     assert left(density=0.5, scope="layer") == [[1, 0, 0, 1], [0, 1, 1, 0]]
     assert left(density=1, scope="layer") == [[1, 0, 1, 1], [1, 1, 1, 0]], "what is 0 is not stored for that"
     assert left(density=0.5, scope="layer", threshold=4.5) == [[1, 0, 0, 0], [0, 0, 0, 0]]
-
-
-def test_nothing_is_left():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    method = GroupLasso(model, optimizer, 100.0, block_size=4, skip="0")
-    method.step()
-    message = r"1.weight would keep no block: use a lower strength, or name the weight in skip"
-    with pytest.raises(bs.BlockSparseError, match=message):
-        method.finish()
-    assert type(model[1]) is nn.Linear

@@ -1,13 +1,17 @@
-"""The protocol of all methods: a loop that calls each at the same place, one state, one name for the first step."""
+"""The contract of all methods: one loop, one state, resuming, copies, frozen weights, refusals."""
 
+import copy
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse import SparsityWarning
+from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 from blocksparse.sparsity.training_method import TrainingMethod
 
 
@@ -66,17 +70,133 @@ def train(model, optimizer, method, first, last):
         assert isinstance(method.step(), bool)
 
 
+def assert_equal_models(a, b):
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for key, tensor in a.state_dict().items():
+        assert torch.equal(b.state_dict()[key], tensor), key
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_one_loop_trains_and_resumes(name):
     whole, first, second = start(name), start(name), start(name)
     train(*whole, 0, 5)
     train(*first, 0, 3)
+    if isinstance(second[2], DynamicSparsity):  # neither the layout nor the seed need be those of the state
+        bs.sparsity.rewire(second[0][0], [0], [], [])
+        second[2].seed = 7
     for part, saved in zip(second, first, strict=True):
-        part.load_state_dict(saved.state_dict())
+        part.load_state_dict(copy.deepcopy(saved.state_dict()))
     train(*second, 3, 5)
     assert second[2].calls == whole[2].calls == 5
-    for key, tensor in whole[0].state_dict().items():
-        assert torch.equal(second[0].state_dict()[key], tensor), key
+    assert_equal_models(whole[0], second[0])
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_copies_train_to_the_same_bits(name, calls):
+    original = start(name)
+    train(*original, 0, calls)
+    copied = copy.deepcopy(original)
+    for each in (original, copied):
+        train(*each, calls, 5)
+    assert_equal_models(original[0], copied[0])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_invalid_states_change_nothing(name):
+    _, _, method = start(name)
+    calls, state = method.calls, method.state_dict()
+    with pytest.raises(bs.BlockSparseError, match=r"state: expected \['calls'"):
+        method.load_state_dict({"epoch": torch.tensor(3)})
+    values = [None, 3, torch.tensor(-1), torch.tensor(2.5), torch.tensor([1]), torch.tensor(1, device="meta")]
+    for wrong in [None, [1], {3: 4}, *({**state, key: value} for key in state for value in values)]:
+        with pytest.raises(bs.BlockSparseError, match="state: expected"):
+            method.load_state_dict(wrong)
+    if "keep.2.weight" in state:
+        other = METHODS[name][1](nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), None)
+        message = r"keep.2.weight in the state: expected torch.bool \[4, 8\], got torch.bool \[2, 8\]"
+        with pytest.raises(bs.BlockSparseError, match=message):
+            method.load_state_dict(other.state_dict())
+    assert method.calls == calls
+    method.load_state_dict(state)
+
+
+DENSE = [name for name, (make, _) in METHODS.items() if make is dense and name != "SRSTE"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_sixteen_bits(name):
+    model = dense().bfloat16()
+    method = METHODS[name][1](model, torch.optim.SGD(model.parameters(), lr=0.01))
+    method.step()
+    model = method.finish(early=True)
+    assert [layer.values.dtype for layer in (model[0], model[2])] == [torch.bfloat16] * 2
+
+
+def closed_gates(model, optimizer):
+    method = bs.sparsity.L0Gates(model, optimizer, samples=10, block_size=4)
+    for log_alpha in method.parameters():
+        log_alpha.data.fill_(-3)
+    return method
+
+
+THRESHOLD = {"begin": 1, "ramp": 1, "end": 2, "every": 1, "block_size": 4, "keep_lines": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda m, o: bs.sparsity.GroupLasso(m, o, 1e4, block_size=4, skip="0"), "a lower strength"),
+        (closed_gates, "a lower strength"),
+        (lambda m, o: bs.sparsity.ThresholdPruning(m, o, 10.0, **THRESHOLD), "a lower q"),
+    ],
+    ids=["lasso", "l0", "threshold"],
+)
+def test_a_weight_without_blocks_is_refused_and_nothing_changes(make, remedy):
+    model = dense()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = make(model, optimizer)
+    method.step()
+    method.step()
+    before = [(type(module), len(list(module.parameters()))) for module in model.modules()]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(bs.BlockSparseError, match=rf"weight would keep no block: use {remedy}, or name the weight in"):
+        method.finish()
+    assert [(type(module), len(list(module.parameters()))) for module in model.modules()] == before
+    assert [len(group["params"]) for group in optimizer.param_groups] == groups
+    method.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bs.sparsity.SET,
+        partial(bs.sparsity.RigL, end=50, every=1),
+        partial(bs.sparsity.ImportancePruning, begin=0, every=1),
+        partial(bs.sparsity.GradualBlockPruning, end=1),
+    ],
+    ids=["SET", "RigL", "importance", "gradual"],
+)
+def test_frozen_layers_keep_their_layouts(make):
+    model = nn.Sequential(*(bs.nn.Linear(48, 48, density=0.4, block_size=4) for _ in range(3)))
+    model[0].values.requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad])
+    with pytest.warns(SparsityWarning, match=r"does not change 0\.values while frozen: call requires_grad_"):
+        method = make(model, optimizer)
+    model[1].requires_grad_(False)
+    before = [layer.layout for layer in model]
+    model(torch.randn(4, 48)).square().sum().backward()
+    optimizer.step()
+    with pytest.warns(SparsityWarning, match=r"does not change 1\.values while frozen"):
+        assert method.step()
+    assert [layer.layout == old for layer, old in zip(model, before, strict=True)] == [True, True, False]
+    make([model[2]], optimizer)
+    make(model, optimizer, skip=("0", "1"))
+    with pytest.raises(bs.BlockSparseError, match=r"1: expected a layer that is trained: requires_grad_\(True\) first"):
+        make([model[2], model[1]], optimizer)
+    model.requires_grad_(False)
+    with pytest.raises(bs.BlockSparseError, match="modules: expected weights that are trained"):
+        make(model, optimizer)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -216,7 +336,10 @@ BAD = {
         ({"density": -1}, "density: expected a number from 0 to 1, got -1"),
         ({"scope": "erk"}, "scope: expected one of global, layer, got 'erk'"),
         ({"norm": "l1"}, "norm: expected one of l2, mean, max, got 'l1'"),
+        ({"density": 1.2}, "density: expected a number from 0 to 1, got 1.2"),
+        ({"begin": -1}, "begin: expected an int, 0 or more, got -1"),
         ({"begin": 9, "end": 9}, "end: expected an int, 10 or more, got 9"),
+        ({"every": 0}, "every: expected an int, 1 or more, got 0"),
         ({"block_size": 0}, "block_size: expected a positive int"),
         ({"skip": "7"}, "skip: expected "),
     ]),

@@ -205,19 +205,6 @@ def test_empty_lines_fill_again():
     assert all(degree.min() > 0 for degree in bs.topology.degrees(layer.layout))
 
 
-def test_a_frozen_layer_stays_as_it_is():
-    model = nn.Sequential(*(bs.nn.Linear(32, 32, density=0.3, block_size=4) for _ in range(3)))
-    model[1].requires_grad_(False)
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    with pytest.warns(bs.errors.SparsityWarning, match=r"RigL does not change 1\.values while frozen"):
-        method = bs.sparsity.RigL(model, optimizer, end=50, every=1)
-    before = [layer.layout for layer in model]
-    model(torch.randn(4, 32)).square().sum().backward()
-    optimizer.step()
-    assert method.step()
-    assert [layer.layout == old for layer, old in zip(model, before, strict=True)] == [False, True, False]
-
-
 def test_schedule():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=30, every=10, alpha=0.3)
@@ -339,28 +326,6 @@ def test_no_block_is_lost_where_gradients_overflow(gone):
     optimizer.step()
     method.step()
     assert layer.layout == before
-
-
-@pytest.mark.parametrize("calls", [3, 4, 5])
-def test_copies_of_model_optimizer_and_method_train_to_the_same_bits(calls):
-    layer = bs.nn.Linear(16, 16, density=0.5, block_size=2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    all_of_it = layer, optimizer, bs.sparsity.RigL(layer, optimizer, end=20, every=5)
-
-    def train(layer, optimizer, method, inputs):
-        for x in inputs:
-            optimizer.zero_grad()
-            layer(x).square().sum().backward()
-            optimizer.step()
-            method.step()
-
-    inputs = torch.randn(12, 4, 16)
-    train(*all_of_it, inputs[:calls])
-    copied = copy.deepcopy(all_of_it)
-    for one in (all_of_it, copied):
-        train(*one, inputs[calls:])
-    assert layer.layout == copied[0].layout
-    assert torch.equal(layer.values, copied[0].values)
 
 
 def test_an_optimizer_whose_method_is_not_called_does_not_stand_still():

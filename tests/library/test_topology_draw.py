@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from blocksparse.topology import drawings
 from blocksparse.topology.drawings.degrees import bins
 from blocksparse.topology.drawings.matrix import cells, coarse
 from blocksparse.topology.drawings.replacement import reach
+from blocksparse.topology.drawings.style import figure_and_axes, label_points
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes import layouts
@@ -80,22 +82,23 @@ def test_a_spreading_has_a_frame_per_step(tmp_path):
         assert last + 1 <= frames.n_frames <= last + 4
         assert frames.info["loop"] == 0
 
-
-def test_a_spreading_that_never_arrives_ends(tmp_path):
     layout = bs.patterns.block_diagonal((64, 64), block_size=8)
-    assert drawings.spreading(layout, tmp_path / "s.gif", "alone") == 0
+    assert drawings.spreading(layout, tmp_path / "s.gif", "alone") == 0, "it ends though it never arrives"
 
 
-def test_what_cannot_spread_is_refused(tmp_path):
-    with pytest.raises(bs.BlockSparseError, match="a square grid"):
-        drawings.spreading(bs.patterns.dense((8, 16), 4), tmp_path / "s.gif", "rectangle")
-    huge = bs.BlockLayout.from_indices([0], [0], (100_000, 100_000), block_size=1)
-    with pytest.raises(bs.BlockSparseError, match="at most 300 to a side, got 100,000 blocks"):
-        drawings.spreading(huge, tmp_path / "s.gif", "huge")
-    with pytest.raises(bs.BlockSparseError, match=r"expected a name that ends in \.gif, got s\.png"):
-        drawings.spreading(bs.patterns.dense((8, 8), 4), "s.png", "dense")
-    with pytest.raises(bs.BlockSparseError, match="expected a GIF file to write, got /no/such/folder"):
-        drawings.spreading(bs.patterns.dense((8, 8), 4), "/no/such/folder/s.gif", "dense")
+@pytest.mark.parametrize(
+    ("make", "path", "message"),
+    [
+        (lambda: bs.patterns.dense((8, 16), 4), "s.gif", "a square grid"),
+        (lambda: bs.BlockLayout.from_indices([0], [0], (100_000, 100_000), 1), "s.gif", "at most 300 .*, got 100,000 "),
+        (lambda: bs.patterns.dense((8, 8), 4), "s.png", r"expected a name that ends in \.gif, got .*s\.png"),
+        (lambda: bs.patterns.dense((8, 8), 4), "no/s.gif", "expected a GIF file to write, got .*no/s.gif"),
+    ],
+    ids=["rectangle", "huge", "png", "folder"],
+)
+def test_what_cannot_spread_is_refused(make, path, message, tmp_path):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        drawings.spreading(make(), tmp_path / path, "it")
 
 
 def test_a_replacement_costs_what_the_dense_layer_costs(tmp_path):
@@ -122,6 +125,23 @@ def test_distances_are_drawn(tmp_path):
         drawings.distance_map(distances[:2, :2], ["a", "b"], tmp_path / "p.png", "nets")
     with pytest.raises(bs.BlockSparseError, match="6, one for each net, got 1"):
         drawings.distance_map(distances, ["a"], tmp_path / "p.png", "nets")
+
+
+def test_labels_lie_beside_their_points_and_not_on_each_other():
+    figure, axes = figure_and_axes((4, 4))
+    axes.set(xlim=(1, 100), ylim=(0, 10), xscale="log")
+    near = [(2, 5 + 0.05 * n, f"label {n}", "k") for n in range(5)]
+    label_points(axes, [*near, (95, 5, "at the edge", "k"), (2, 11, "beyond", "k"), (2, 1, "alone", "k")])
+    texts = {text.get_text(): text for text in axes.texts}
+    assert set(texts) == {*(f"label {n}" for n in range(5)), "at the edge", "alone"}
+    figure.draw_without_rendering()
+    boxes = {text: note.get_window_extent() for text, note in texts.items()}
+    assert not any(one.overlaps(other) for one, other in combinations(boxes.values(), 2))
+    heights = [boxes[f"label {n}"].y0 for n in range(5)]
+    assert heights == sorted(heights)
+    for text, (x, y) in {"label 0": (2, 5), "alone": (2, 1), "at the edge": (95, 5)}.items():
+        assert (boxes[text].y0 + boxes[text].y1) / 2 == pytest.approx(axes.transData.transform((x, y))[1], abs=3)
+    assert boxes["at the edge"].x1 < axes.bbox.x1
 
 
 def test_an_evolution_records_each_epoch():

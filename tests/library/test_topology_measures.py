@@ -1,4 +1,6 @@
-"""Measures on block and neuron level, against networkx and dense powers on graphs with every neuron expanded."""
+"""Measures on block and neuron level, against networkx, dense powers, published and known values."""
+
+import sys
 
 import networkx
 import numpy as np
@@ -28,6 +30,53 @@ def as_networkx(layout, level):
     graph.add_edges_from(zip(rows, cols if square else cols + mask.shape[0], strict=True))
     graph.remove_edges_from(list(networkx.selfloop_edges(graph)))
     return graph
+
+
+@given(layouts())
+def test_degrees(layout):
+    out_degrees, in_degrees = topology.degrees(layout)
+    assert torch.equal(out_degrees, layout.mask().sum(1))
+    assert torch.equal(in_degrees, layout.mask().sum(0))
+    assert out_degrees.dtype == in_degrees.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("layout", "length"),
+    [
+        (bs.patterns.barabasi_albert(576, 1, m=8), 2.52),
+        (bs.patterns.barabasi_albert(576, 1, m=4), 2.99),
+        (bs.patterns.barabasi_albert(576, 1, m=1), 6.38),
+        (bs.patterns.barabasi_albert(1024, 1, m=2), 4.11),
+        (bs.patterns.watts_strogatz(1024, 1, neighbors=10, rewire=0.2), 3.90),
+        (bs.patterns.watts_strogatz(1024, 1, neighbors=10, rewire=0), 51.7),
+        (bs.patterns.watts_strogatz_2d(1024, 1), 3.71),
+        (bs.patterns.watts_strogatz_2d(4096, 1), 4.48),
+    ],
+    ids=["ba_576_8", "ba_576_4", "ba_576_1", "ba_1024_2", "ws_1024_10", "ring_1024_10", "ws_2d_1024", "ws_2d_4096"],
+)
+def test_published_path_lengths(layout, length):
+    assert topology.average_path_length(layout) == pytest.approx(length, rel=0.03)
+
+
+def test_ten_thousand_nodes():
+    # All 10,000 searches take some seconds: a sample tells as much.
+    found = topology.path_lengths(bs.patterns.watts_strogatz_2d(10_000, 1), sources=500)
+    assert found.mean == pytest.approx(4.97, abs=0.03)
+    assert found.mean + 3 * found.standard_error < 5
+
+
+@pytest.mark.parametrize(
+    ("layout", "length"),
+    [
+        (bs.patterns.dense((5, 5), 1), 1),
+        (bs.patterns.banded((50, 50), 1), 17),  # a path of n nodes: (n + 1) / 3
+        (bs.patterns.dense((2, 3), 1), (12 * 1 + 8 * 2) / 20),  # bipartite: 1 across, 2 on the same side
+        (BlockLayout([[False, True], [False, False]], 1), 1),  # a directed edge counts for both ways
+    ],
+    ids=["complete", "path", "bipartite", "directed"],
+)
+def test_known_path_lengths(layout, length):
+    assert topology.average_path_length(layout) == pytest.approx(length, rel=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -212,9 +261,18 @@ def test_small_worlds_are_between_rings_and_random_graphs():
     assert topology.small_world_sigma(wide, level="neuron", references=1) > 1
 
 
+PARTS = BlockLayout(torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).bool(), 1)
+
+
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
+        (lambda: topology.average_path_length(PARTS), "2 components, a mean path of 1 within them"),
+        (lambda: topology.average_path_length(bs.patterns.block_diagonal((4, 4), 1)), "4 components, no two nodes con"),
+        (lambda: topology.average_path_length(bs.patterns.dense((4, 4), 4)), "expected two nodes or more"),
+        (lambda: topology.average_path_length(torch.ones(3, 3)), "expected a BlockLayout, got Tensor"),
+        (lambda: topology.connected_components(torch.ones(3, 3)), "expected a BlockLayout, got Tensor"),
+        (lambda: topology.degrees(torch.ones(3, 3)), "expected a BlockLayout, got Tensor"),
         (lambda: topology.small_world_sigma(bs.patterns.block_diagonal((4, 4), 1)), "4 components"),
         (lambda: topology.small_world_sigma(bs.patterns.banded((3, 3), 1)), "references have triangles"),
         (lambda: topology.small_world_omega(bs.patterns.banded((20, 20), 1)), "lattice with triangles"),
@@ -248,3 +306,19 @@ def test_a_summary_is_the_measures_together():
     assert topology.summary(bs.patterns.dense((8, 16), 4)).steps_to_mix is None
     apart = topology.summary(bs.patterns.block_diagonal((4, 4), 1))
     assert (apart.components, apart.path_length, apart.diameter, apart.spectral_gap) == (4, None, None, 0)
+
+
+def test_missing_scipy_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    measures = [
+        topology.average_path_length,
+        topology.connected_components,
+        topology.clustering,
+        topology.spectral_gap,
+        topology.steps_to_mix,
+        lambda layout: topology.nnstd(layout, layout),
+    ]
+    for measure in measures:
+        with pytest.raises(BlockSparseError, match=r'pip install "blocksparse-torch\[lab\]"'):
+            measure(bs.patterns.dense((4, 4), 1))

@@ -161,7 +161,11 @@ def test_models_are_compared_without_their_padding():
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (lambda: random_net([8, 8, 8], 0.5, 0), lambda: random_net([8, 8], 0.5, 0), "the same number of layers, got 2 and 1"),
+        (
+            lambda: random_net([8, 8, 8], 0.5, 0),
+            lambda: random_net([8, 8], 0.5, 0),
+            "number of layers, got 2 and 1",
+        ),
         (lambda: random_net([8, 8, 8], 0.5, 0), lambda: random_net([8, 4, 8], 0.5, 0), r"got \(8, 8\) and \(4, 8\)"),
         (lambda: [bs.patterns.dense((4, 8), 1)] * 2, None, "4 outputs of layer 0 and 8 inputs of the next"),
         (lambda: torch.nn.Linear(2, 2), None, "expected a model with block-sparse weights, got Linear"),
@@ -223,12 +227,6 @@ def test_what_are_no_distances_is_said(matrix, message):
     for function in (linkage, embedding):
         with pytest.raises(BlockSparseError, match=message):
             function(matrix)
-
-
-def test_no_dimension_is_said():
     with pytest.raises(BlockSparseError, match="dimensions: expected an int, 1 or more, got 0"):
         embedding(np.zeros((2, 2)), 0)
-
-
-def test_no_nets_have_no_distances():
     assert distances([]).shape == (0, 0)
