@@ -41,6 +41,15 @@ def pytest_addoption(parser):
     parser.addoption("--rounds", type=int, default=1, help="how often each test runs, with other random numbers")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Fail a test file that cannot be imported: `--doctest-ignore-import-errors` would skip all of its tests."""
+    report = yield
+    if report.skipped and collector.path.name.startswith("test_") and "unable to import" in str(report.longrepr):
+        report.outcome = "failed"
+    return report
+
+
 def pytest_terminal_summary(terminalreporter):
     if SEED:
         terminalreporter.write_line(f"drawn with BLOCKSPARSE_TEST_SEED={SEED}")

@@ -8,7 +8,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.matmul import BlocksparseMatMul
-from blocksparse.ops import gate as gates
+from blocksparse.ops import block_gate as gates
 from linear_backends import BACKENDS, running
 
 DEFAULT = [name for name in ("reference", "cpu-portable", "triton-small") if name in BACKENDS]
