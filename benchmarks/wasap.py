@@ -184,7 +184,7 @@ def measure(run: Run, options: Options, log: Callable[[str], None]) -> None:
                 _record(run, line, options, log)
             status = process.wait(options.patience)
         except (queue.Empty, subprocess.TimeoutExpired):
-            run.failure = f"not a word for {options.patience:g} s"
+            run.failure = f"no output for {options.patience:g} s"
             return
         finally:
             _end(process)

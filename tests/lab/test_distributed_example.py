@@ -1,4 +1,4 @@
-"""The example runs as it is, by two processes."""
+"""The WASAP example runs unchanged on two processes."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def test_wasap_fashion_mnist(tmp_path):
 @pytest.mark.parametrize(
     "script", [EXAMPLE, EXAMPLE.parents[1] / "benchmarks" / "wasap.py"], ids=lambda path: path.stem
 )
-def test_ctrl_c_is_quiet_while_a_script_imports(script, tmp_path):
+def test_ctrl_c_ends_a_script_silently_while_it_imports(script, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(script), "--data", "nowhere"]

@@ -1,4 +1,4 @@
-"""Balanced cuts against every cut there is."""
+"""Balanced cuts, compared with every possible cut."""
 
 from itertools import combinations, pairwise
 
@@ -14,7 +14,7 @@ COSTS = st.one_of(st.integers(0, 9), st.floats(0, 1e9), st.floats(0, 1))
 
 
 @given(st.lists(COSTS, min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3))
-def test_largest_part_is_as_small_as_of_any_cut(costs, parts, multiple):
+def test_no_cut_has_a_smaller_largest_part(costs, parts, multiple):
     inner = range(multiple, len(costs), multiple)
     if len(inner) + 1 < parts:
         with pytest.raises(BlockSparseError, match="lines to cut"):
@@ -43,7 +43,7 @@ def test_a_quarter_of_a_million_lines():
 
 
 def test_the_search_ends_for_any_floats():
-    """Rounding keeps its two bounds apart for some."""
+    """For some costs, rounding keeps the two bounds of the bisection apart."""
     random = np.random.default_rng(0)
     for case in range(2000):
         costs = random.random(random.integers(5, 60)) * 10.0 ** random.integers(-12, 12)
@@ -54,7 +54,7 @@ def test_the_search_ends_for_any_floats():
         assert shares.max() <= (costs.sum() / parts + costs.max()) * (1 + 1e-9), case
 
 
-def test_costs_that_are_none():
+def test_invalid_costs():
     with pytest.raises(BlockSparseError, match=r"finite numbers >= 0, got -1\.0"):
         balanced_cuts([1, -1], 1)
     with pytest.raises(BlockSparseError, match="finite numbers >= 0, got nan"):

@@ -1,4 +1,4 @@
-"""Stages of the pipeline example give what one process gives: outputs, gradients, and 50 steps with SET."""
+"""The stages of the pipeline example equal one process: outputs, gradients, and 50 steps with SET."""
 
 import importlib.util
 from pathlib import Path
@@ -22,7 +22,7 @@ def example():
 
 
 def one_step(schedule):
-    """This stage's gradients, by the layer's place in the net, and the last one's output."""
+    """Return this stage's gradients by the layer's place in the net, and the output on the last stage."""
     net, rank, stages = example(), dist.get_rank(), dist.get_world_size()
     cuts = balanced_cuts([layout.nnz for layout in net.layouts()], stages)
     part = net.stage(cuts[rank], cuts[rank + 1])
@@ -62,7 +62,7 @@ def test_outputs_and_gradients_equal_those_of_one_process(processes, stages, sch
 
 @pytest.fixture(scope="module")
 def alone():
-    """The whole net in this process, a plain loop over micro-batches, and the loss of each step."""
+    """Train the whole net in this process, in a loop over micro-batches; return it and the loss of each step."""
     net = example()
     whole, losses = net.stage(0, len(net.DENSITY)), []
     optimizer = torch.optim.Adam(whole.parameters(), lr=net.LEARNING_RATE)
