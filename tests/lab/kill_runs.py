@@ -24,25 +24,18 @@ import time
 import traceback
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from blocksparse import checkpoint
-from blocksparse_lab.data import text
-from blocksparse_lab.data.images import Images
-from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.machine import machine
-from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-from blocksparse_lab.recipes import mlp, pixelcnn, resnet
-from blocksparse_lab.recipes.charlm import CharLMTask
-from blocksparse_lab.recipes.classify import ClassifyTask
-from blocksparse_lab.recipes.prune import PruneTask, Pruning
 from blocksparse_lab.training import run_log
 from blocksparse_lab.training.parallel import Parallel
-from blocksparse_lab.training.settings import Settings
-from blocksparse_lab.training.trainer import Interrupted, Trainer
+from blocksparse_lab.training.trainer import Interrupted
+
+sys.path.append(str(Path(__file__).parent))
+from recipe_table import RECIPES
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 SLOW = 0.01  # seconds of each fsync and replace
@@ -50,55 +43,7 @@ KILLS_OF_A_RUN = 4
 TIMES = {"seconds", "bytes_per_second"}
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------
-
-
-def charlm(run: Path, shard: bool = False) -> Trainer:
-    parts = text.split(bytes(random.Random(0).choices(b"a rose is ", k=4000)), context=16)
-    config = CharLMConfig(cell="mlstm", width=32, embedding=8, pattern="barabasi_albert", block_size=8, m=1)
-    settings = Settings(steps=25, warmup=5, ema=0.9, log_every=4, eval_every=10, save_every=1, shard=shard)
-    return Trainer(CharLMTask(CharLM(config), parts, batch=4, seq=16), run, settings)
-
-
-def set_mlp(run: Path, shard: bool = False) -> Trainer:
-    settings = mlp.MLPSettings(hidden=(48, 48), epsilon=4, epochs=8, batch=16, shard=shard)
-    return often(mlp.trainer(settings, Synthetic(features=40, rows=64, tested=20), run))
-
-
-def resnet_run(run: Path, shard: bool = False) -> Trainer:
-    settings = resnet.ResNetSettings(width=8, blocks=(1, 1), density=0.5, block_size=4, epochs=3, batch=8, shard=shard)
-    return often(resnet.trainer(settings, noise(), run))
-
-
-def pixelcnn_run(run: Path, shard: bool = False) -> Trainer:
-    model = pixelcnn.PixelCNNConfig(8, 1, sparse=2, block_size=4)
-    how = {"ema": 0.9, "log_every": 2, "eval_every": 4, "save_every": 1, "shard": shard}
-    settings = pixelcnn.PixelCNNSettings(6, model=model, batch=4, evaluated=4, **how)
-    return pixelcnn.trainer(settings, noise(4), run)
-
-
-def prune(run: Path, shard: bool = False) -> Trainer:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
-    inner = ClassifyTask(net, Synthetic(features=32, rows=64, tested=20), epochs=6, batch=16)
-    task = PruneTask(inner, Pruning("gradual", density=0.25, block_size=8, skip=("2",)), inner.steps)
-    return Trainer(
-        task, run, Settings(steps=inner.steps, warmup=0, log_every=5, eval_every=8, save_every=1, shard=shard)
-    )
-
-
-def noise(side: int = 8) -> Images:
-    pixels = torch.randint(256, (40, 1, side, side), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    labels = torch.arange(40) % 2
-    return Images("noise", pixels[:24], labels[:24], pixels[24:], labels[24:], ("a", "b"))
-
-
-def often(trainer: Trainer) -> Trainer:
-    trainer.settings = replace(trainer.settings, save_every=1)
-    return trainer
-
-
-KINDS = {"charlm": charlm, "mlp": set_mlp, "resnet": resnet_run, "pixelcnn": pixelcnn_run, "prune": prune}
+KINDS = {name: RECIPES[name].build for name in ("charlm", "mlp", "resnet", "pixelcnn", "prune")}
 
 
 # -- their ends ----------------------------------------------------------------------------------------------------
@@ -130,8 +75,8 @@ def worker(kind: str, run: Path, shard: bool) -> None:
     """One process of torchrun: trains, and says which one it is."""
     for name in ("fsync", "replace"):
         setattr(os, name, slowly(getattr(os, name)))
-    with Parallel(timeout=20).joined(), torch.random.fork_rng(devices=[]):
-        trainer = KINDS[kind](run, shard)
+    with Parallel(timeout=20).join(), torch.random.fork_rng(devices=[]):
+        trainer = KINDS[kind](run, shard=shard)
         (run.parent / f"{run.name}.{trainer.rank}").write_text(str(os.getpid()))
         trainer.train()
 
@@ -258,7 +203,7 @@ def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: 
 def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
     """(kind, signal) by (kills, of them in a writing, runs, kills of runs that ended with the same tensors)."""
     rng, found = random.Random(seed), {}
-    charlm(folder / "first").train()  # imports take seconds, which no run should spend
+    KINDS["charlm"](folder / "first").train()  # imports take seconds, which no run should spend
     cells = [(kind, number) for kind in kinds for number in SIGNALS]
     share = {cell: kills // len(cells) + (nth < kills % len(cells)) for nth, cell in enumerate(cells)}
     for kind in kinds:

@@ -306,7 +306,7 @@ def test_means_leave_out_runs_that_are_behind_and_copies(trained, tmp_path):
     (behind / "log.jsonl").write_text("".join(lines[: evaluated[-1]]))
     (group,) = compare.groups([compare.read(each) for each in (*whole, behind, copy)])
     assert len(group.runs) == 4
-    assert len(group.counted) == 2
+    assert len(group.comparable) == 2
     assert group.held_out == expected
     said = run("compare", *whole, behind, copy).stdout
     assert "2 of 4" in said

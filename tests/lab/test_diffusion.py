@@ -177,11 +177,11 @@ def test_a_run_and_its_report(tmp_path):
 def test_edges_at_random_take_no_more_memory():
     graph = growing_graph(nodes=400)
     size = bs.nn.Diffusion(graph.edges, 400, threshold=0.1).nbytes
-    first, same, other = (dcnn.drawn(graph, size, seed) for seed in (0, 0, 1))
+    first, same, other = (dcnn.random_diffusion(graph, size, seed) for seed in (0, 0, 1))
     assert 0.97 * size < first.nbytes <= size
     assert first.nnz == same.nnz
     assert first.layouts[0] != other.layouts[0]
-    assert dcnn.drawn(graph, 0).nnz[0] == 2, "an edge at least"
+    assert dcnn.random_diffusion(graph, 0).nnz[0] == 2, "an edge at least"
 
 
 def test_growing_graph_has_hubs_and_neighbours_of_the_same_class():

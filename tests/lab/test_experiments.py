@@ -287,7 +287,7 @@ def test_bad_input(tiny, tmp_path):
     with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
         experiments.draw("wikipedia-cell-strided", experiments.find("wikipedia-cell-strided"), tmp_path)
     with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
-        report.there("wikipedia-cell-strided", tmp_path)  # what --add would keep
+        report.existing_runs("wikipedia-cell-strided", tmp_path)  # what --add would keep
     content = json.loads((RESULTS / "gpt-small.json").read_text()) | {"experiment": "tiny"}
     (tmp_path / "tiny.json").write_text(json.dumps(content))
     with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of RigL, block-sparse"):

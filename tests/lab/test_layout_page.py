@@ -49,7 +49,7 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
+def load_model(browser, tmp_path):
     """Opens a page of layouts; at the end nothing may have gone wrong in it."""
 
     def open_page(*layouts, fragment="", **more):

@@ -18,7 +18,7 @@ from blocksparse_lab.experiments import inference, pruned, pruning
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
-from blocksparse_lab.recipes.prune import FIXED, METHODS, PruneTask, Pruning, finished
+from blocksparse_lab.recipes.prune import FIXED, METHODS, PruneTask, Pruning, load_finished
 from blocksparse_lab.training.trainer import Settings, Trainer
 from test_data_tables import write_points
 from test_trainer import Killed, assert_same
@@ -103,7 +103,7 @@ def test_a_run_ends_truly_sparse(kind, case, search, tmp_path):
     assert 0.01 < run.task.method.density < 0.98, "the test is about something"
     assert run.task.sparse == (search < 1 or case == FIXED)
     again = trainer(kind, case, tmp_path / "run", search)
-    model = finished(again)
+    model = load_finished(again)
     assert not model.training
     sparse = {name: module.layout for name, module in model.named_modules() if isinstance(module, BlockSparseModule)}
     assert sorted(layout.nnz for layout in sparse.values()) == sorted(layout.nnz for layout in layouts.values())
@@ -177,7 +177,7 @@ def test_dense_runs_are_left_as_they_are(tmp_path):
     task = inner("mlp")
     run = Trainer(task, tmp_path, SETTINGS)
     run.train()
-    model = finished(Trainer(inner("mlp"), tmp_path, SETTINGS))
+    model = load_finished(Trainer(inner("mlp"), tmp_path, SETTINGS))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), task.model.parameters(), strict=True))
 
 
@@ -204,7 +204,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(BlockSparseError, match="ema: expected 0 where a model is pruned"):
         trainer("mlp", "gradual", tmp_path, ema=0.9)
     with pytest.raises(BlockSparseError, match="checkpoint: expected a file"):
-        finished(trainer("mlp", "gradual", tmp_path / "none"))
+        load_finished(trainer("mlp", "gradual", tmp_path / "none"))
     with pytest.raises(BlockSparseError, match="q: expected percentiles of a trained dense model, for threshold"):
         PruneTask(inner("mlp"), Pruning("threshold"), STEPS)
     begun = trainer("mlp", "gradual", tmp_path / "begun")

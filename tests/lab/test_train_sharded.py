@@ -13,7 +13,7 @@ from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes.classify import ClassifyTask, Topology
 from blocksparse_lab.training.settings import Settings
-from blocksparse_lab.training.sharding import local
+from blocksparse_lab.training.sharding import local_shard
 from blocksparse_lab.training.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parent))
@@ -36,7 +36,7 @@ def trainer(kind, run, shard):
     """A run that saves at every fourth step."""
     if kind in ("set", "rigl"):
         return evolving(kind, {"set": "adagrad", "rigl": "sgd"}[kind], run, shard)
-    made = kill_runs.KINDS[kind](run, shard)
+    made = kill_runs.KINDS[kind](run, shard=shard)
     made.settings = replace(made.settings, save_every=4)
     for module in made.model.modules():
         if hasattr(module, "p"):
@@ -52,7 +52,7 @@ def trained(kind, run, until=None, shard=True):
             break
     tensors = [*made.parameters.values(), *made.ema.values()]
     tensors += [t for state in made.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    here, total = (sum(t.numel() for t in some) for some in (map(local, tensors), tensors))
+    here, total = (sum(t.numel() for t in some) for some in (map(local_shard, tensors), tensors))
     return here / total
 
 
@@ -120,7 +120,7 @@ def test_a_task_that_replaces_its_model_is_refused(processes, tmp_path):
 def breaks(run):
     made = trainer("charlm", run, True)
     if made.rank == 1:
-        local(made.parameters["outlet.bias"])[-1] = float("nan")
+        local_shard(made.parameters["outlet.bias"])[-1] = float("nan")
     with pytest.raises(BlockSparseError) as error:
         made.train()
     return str(error.value)

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from blocksparse.errors import BlockSparseError
-from blocksparse_lab.data.synthetic import Synthetic
-from blocksparse_lab.recipes import mlp
 
 sys.path.append(str(Path(__file__).parent))
 import kill_runs
@@ -23,8 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--mo
 
 def without_dropout(run):
     """SET on an MLP; dropout draws others in each process."""
-    settings = mlp.MLPSettings(hidden=(48, 48), epsilon=4, epochs=8, batch=16, dropout=0.0)
-    return kill_runs.often(mlp.trainer(settings, Synthetic(features=40, rows=64, tested=20), run))
+    return kill_runs.KINDS["mlp"](run, dropout=0.0)
 
 
 def trained(kind, run, until=None):

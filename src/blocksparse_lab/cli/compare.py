@@ -50,7 +50,7 @@ def compare(
     if len(grouped) < len(found):
         console.print()
         console.print(_seeds(grouped))
-        if any(len(group.counted) < len(group.runs) for group in grouped):
+        if any(len(group.comparable) < len(group.runs) for group in grouped):
             say(console, "means leave out runs that lag behind, and all but one run per seed", "yellow")
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
@@ -98,7 +98,7 @@ def _seeds(groups: list[Group]) -> Table:
     rows = []
     for group in groups:
         mean, deviation = group.held_out or (None, None)
-        count = len(group.counted)
+        count = len(group.comparable)
         shown = "" if mean is None else f"{mean:.4f}" + (f" ± {deviation:.4f}" if count > 1 else "")
         runs = str(count) if count == len(group.runs) else f"{count} of {len(group.runs)}"
         rows.append((escape(group.label), runs, shown, "" if group is groups[0] else _against(groups[0], group)))
@@ -108,7 +108,7 @@ def _seeds(groups: list[Group]) -> Table:
 
 def _against(first: Group, group: Group) -> str:
     """Format the difference of two groups with its p-value; "" without two shared seeds."""
-    figures = [{run.settings.get("seed"): run.held_out for run in of.counted} for of in (first, group)]
+    figures = [{run.settings.get("seed"): run.held_out for run in of.comparable} for of in (first, group)]
     theirs, own = figures
     found = [x - y for seed, x in own.items() if x is not None and (y := theirs.get(seed)) is not None]
     return noted(spread(found, 4, "+"), chance(found)) if len(found) > 1 else ""

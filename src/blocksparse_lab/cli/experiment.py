@@ -76,7 +76,7 @@ def experiment(
     _check(chosen, only or (), seed or ())
     if not (redraw or add):
         for one, of in chosen.items():
-            _check_kept(one, of, runs / one, out, only or (), seed or ())
+            _check_no_loss(one, of, runs / one, out, only or (), seed or ())
     if redraw:
         there = {one: of for one, of in chosen.items() if (out / f"{one}.json").exists()}
         for one, of in (there or chosen).items():  # if there is none, the first one raises
@@ -98,7 +98,7 @@ def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
         integer("seed", one, 0, below=2**32)
 
 
-def _check_kept(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
+def _check_no_loss(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
     """Check before training that the existing report will not lose runs."""
     from .. import experiments
     from ..experiments.experiment import seed_of
@@ -106,7 +106,7 @@ def _check_kept(name: str, of: Experiment, runs: Path, out: Path, only: Any, see
     made = {one: set(map(seed_of, some)) for one, some in of.finished(runs).items()}
     for contender in only or of.contenders:
         made.setdefault(contender, set()).update(seeds or of.seeds)
-    experiments.check_kept(name, out, made)
+    experiments.check_no_loss(name, out, made)
 
 
 def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any) -> None:
@@ -115,7 +115,7 @@ def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | N
         try:
             show(console, trainer)
         except BlockSparseError as error:
-            if not of.failed(trainer, error):
+            if not of.record_failure(trainer, error):
                 raise
             say(console, str(error), "yellow")
             continue
@@ -139,12 +139,12 @@ def _side_by_side(
 
     from .. import experiments
     from ..experiments import queue
-    from ..training.signals import signals
+    from ..training.signals import catch_signals
 
     for one, of in chosen.items():
         with stages(console) as tell:
             count = sum(map(len, of.finished(runs / one).values()))
-            for nth, path in enumerate(of.checked(runs / one, data_dir), 1):
+            for nth, path in enumerate(of.check_finished(runs / one, data_dir), 1):
                 tell(f"{one}: looks at {path.name}", nth, count)
     wanted = queue.missing(chosen, runs, only, seeds)
     jobs = [job for job in wanted if job.experiment.minutes is not None or cuda.is_available()]
@@ -156,7 +156,7 @@ def _side_by_side(
     bars: dict[Path, Any] = {}
     failed: set[Path] = set()
     columns = *COUNT, TextColumn("{task.fields[text]}")
-    with signals() as caught, bar(console, *columns, transient=False) as progress:
+    with catch_signals() as caught, bar(console, *columns, transient=False) as progress:
         for job, news in queue.train(jobs, cores, float("inf") if hours is None else 3600 * hours, data_dir, caught):
             title = f"{job.name} {job.run.name}"
             if job.run not in bars:

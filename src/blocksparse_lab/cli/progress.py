@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
-from ..training.parallel import here
+from ..training.parallel import rank_and_size
 from ..training.trainer import Callback, Interrupted, Trainer
 from .terminal import LEFT, bar, plural, say
 
@@ -23,7 +23,7 @@ _SHORT = {"bits per character": "bpc", "bits per dimension": "bpd"}
 
 def console() -> Console:
     """Return the console of a training, quiet except on rank 0."""
-    return Console(quiet=here()[0] > 0)
+    return Console(quiet=rank_and_size()[0] > 0)
 
 
 def show(console: Console, trainer: Trainer, *about: str) -> None:

@@ -43,7 +43,7 @@ def sparsify(
     folder = None if out is None else recipe.folder(out, model)
     stored = recipe.open_model(model)
     with console.status("measuring which weights are faster block-sparse"):
-        new, made = recipe.sparsified(
+        new, made = recipe.sparsify_model(
             stored, tuple(skip or ()), density=density, block_size=block_size, criterion=criterion, scope=scope,
             tokens=tokens, force=force,
         )  # fmt: skip

@@ -44,12 +44,12 @@ HeldOut = Annotated[float, typer.Option(help="Fraction of the text, its tail, to
 ImageData = Annotated[str, typer.Option(help="cifar10 or fashion_mnist.")]
 
 
-def _together(command: Callable[..., None]) -> Callable[..., None]:
+def _join_torchrun(command: Callable[..., None]) -> Callable[..., None]:
     """Make a command join torchrun's processes, if it was started by torchrun."""
 
     @wraps(command)
     def joined(*, parallel: Parallel, **given: Any) -> None:
-        with parallel.joined(), warnings.catch_warnings():
+        with parallel.join(), warnings.catch_warnings():
             # The warning is about in-place changes of outputs that are views; the models here make none.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             command(parallel=parallel, **given)
@@ -59,7 +59,7 @@ def _together(command: Callable[..., None]) -> Callable[..., None]:
 
 @train.command("charlm")
 @with_options
-@_together
+@_join_torchrun
 def charlm(
     *,
     out: Run,
@@ -88,14 +88,14 @@ def charlm(
         wanted = parse_count(params)
         mlp_recipe.check_room(f"params {wanted:,}", wanted)
         config = width_for(config, wanted)
-    settings = _paced(charlm_recipe.CharLMSettings(model=config, **how), parallel)
-    parts = _parts(text, data, data_dir, settings.seq, held_out)
+    settings = _set_pace(charlm_recipe.CharLMSettings(model=config, **how), parallel)
+    parts = _load_text(text, data, data_dir, settings.seq, held_out)
     trainer = charlm_recipe.trainer(settings, parts, out)
     facts = trainer.facts
     show(
         console(),
         trainer,
-        f"[bold]{_named(config)}[/], width {config.width:,}",
+        f"[bold]{_describe_net(config)}[/], width {config.width:,}",
         f"{facts['parameters']:,} parameters, recurrent density {facts['density']:.3g}, "
         f"{facts['multiply_adds_per_byte']:,} multiply-adds per byte",
         f"{escape(parts.name)}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
@@ -104,7 +104,7 @@ def charlm(
 
 @train.command("gpt")
 @with_options
-@_together
+@_join_torchrun
 def gpt(
     *,
     out: Run,
@@ -122,8 +122,8 @@ def gpt(
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     config = GPTConfig(**model, context=integer("seq", seq, 1))
-    parts = _parts(text, data, data_dir, seq, held_out)
-    trainer = gpt_recipe.trainer(_paced(gpt_recipe.GPTSettings(model=config, **how), parallel), parts, out)
+    parts = _load_text(text, data, data_dir, seq, held_out)
+    trainer = gpt_recipe.trainer(_set_pace(gpt_recipe.GPTSettings(model=config, **how), parallel), parts, out)
     facts = trainer.facts
     sparse = f"density {facts['density']:.3g} in blocks of {config.block_size}, {config.method}"
     show(
@@ -138,7 +138,7 @@ def gpt(
 
 @train.command("mlp")
 @with_options
-@_together
+@_join_torchrun
 def mlp(
     *,
     out: Run,
@@ -191,7 +191,7 @@ def mlp(
 
 @train.command("pixelcnn")
 @with_options
-@_together
+@_join_torchrun
 def pixelcnn(
     *,
     out: Run,
@@ -208,7 +208,7 @@ def pixelcnn(
     from ..data import images
 
     loaded = images.load(data, data_dir)
-    settings = _paced(pixelcnn_recipe.PixelCNNSettings(model=model, **how), parallel)
+    settings = _set_pace(pixelcnn_recipe.PixelCNNSettings(model=model, **how), parallel)
     trainer = pixelcnn_recipe.trainer(settings, loaded, out)
     wired = "dense" if model.sparse is None else f"{model.sparse} groups of channels"
     wired += "" if model.block_size is None else f" in blocks of {model.block_size}"
@@ -223,7 +223,7 @@ def pixelcnn(
 
 @train.command("resnet")
 @with_options
-@_together
+@_join_torchrun
 def resnet(
     *,
     out: Run,
@@ -259,7 +259,7 @@ def resnet(
     if not shifted or not parallel.first:
         return
     with stages(out_console) as tell:
-        found = resnet_recipe.shifted(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
+        found = resnet_recipe.shift_consistency(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
     out_console.print(
         f"consistency [bold]{100 * found.agreement:.2f} %[/] over all pairs of {found.shifts:,} circular shifts, "
         f"{plural(found.images, 'test image')}; logits differ by up to {found.difference:.1e}",
@@ -270,7 +270,7 @@ def resnet(
 
 @train.command("sentiment")
 @with_options
-@_together
+@_join_torchrun
 def sentiment(
     *,
     out: Run,
@@ -302,7 +302,7 @@ def sentiment(
     show(
         out_console,
         trainer,
-        f"[bold]{_named(reader.config)}{', made sparse' * pruned}[/], width {reader.config.width:,}, of "
+        f"[bold]{_describe_net(reader.config)}{', made sparse' * pruned}[/], width {reader.config.width:,}, of "
         + escape(str(model)),
         f"{trainer.facts['parameters']:,} parameters; the last {settings.longest:,} bytes of a text at most",
         escape(f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: ")
@@ -315,7 +315,7 @@ def sentiment(
     out_console.print(f"test error [bold]{error:.2f} %[/] of {plural(sizes[2], 'text')}", highlight=False)
 
 
-def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int, held_out: float) -> Text:
+def _load_text(text: Path | None, data: str | None, data_dir: Path | None, seq: int, held_out: float) -> Text:
     """Load the text to train and to evaluate on."""
     from ..data import corpora
     from ..data import text as texts
@@ -326,7 +326,7 @@ def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int,
     return texts.split(content, seq, name=name, held_out=held_out)
 
 
-def _paced(how: S, parallel: Parallel) -> S:
+def _set_pace(how: S, parallel: Parallel) -> S:
     """Log and evaluate a short run often enough for curves, unless the user chose how often."""
     usual = type(how)()
     often: dict[str, Any] = {
@@ -337,7 +337,7 @@ def _paced(how: S, parallel: Parallel) -> S:
     return replace(how, shard=parallel.shard, **often)
 
 
-def _named(config: CharLMConfig) -> str:
+def _describe_net(config: CharLMConfig) -> str:
     wired = {
         "dense": "dense",
         "barabasi_albert": f"Barabasi-Albert with m {config.m}",

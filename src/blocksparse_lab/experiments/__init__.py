@@ -6,9 +6,9 @@ from blocksparse.errors import BlockSparseError
 
 from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, transformers
 from .experiment import Experiment
-from .report import check_kept, draw, load, write
+from .report import check_no_loss, draw, load, write
 
-__all__ = ["EXPERIMENTS", "Experiment", "check_kept", "draw", "find", "load", "write"]
+__all__ = ["EXPERIMENTS", "Experiment", "check_no_loss", "draw", "find", "load", "write"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment

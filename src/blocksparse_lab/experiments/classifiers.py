@@ -24,7 +24,7 @@ from ..recipes import layouts, mlp
 from ..recipes.mlp import MLPSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
+from .experiment import SEEDS, Column, DataDir, Experiment, Results, format_setting, read_results
 
 DISTANCES = "distances.json"
 VALIDATION = "% validation error"
@@ -115,11 +115,11 @@ class ClassifierExperiment(Experiment):
         fewest, *more = sorted({one.epochs for one in self.contenders.values()})
         return [fewest] if more else []
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         errors = [line["held_out"] for line in run.evaluations]
         early = errors[self._early[0] - 1] if self._early else None
         found = {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
-        distance = kept(run.path, DISTANCES).get("to the other seeds")
+        distance = read_results(run.path, DISTANCES).get("to the other seeds")
         return found | {"left": (run.result or {}).get("parameters"), "distance": distance}
 
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:
@@ -152,7 +152,7 @@ class ClassifierExperiment(Experiment):
             Column("decay of the learning rate", "settings.decay"),
             Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
-            Column("L1 of the first layer", lambda _, of: said(of.l1) if of.l1 else None),
+            Column("L1 of the first layer", lambda _, of: format_setting(of.l1) if of.l1 else None),
             Column("rows of a batch", "task.batch"),
             Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
             Column("epochs between", "task.topology.evolve_every"),
@@ -204,7 +204,7 @@ def seconds_per_epoch(run: Run) -> float:
 
 
 def _if_sgd(settings: Mapping[str, Any]) -> str:
-    return said(settings["momentum"] if settings["optimizer"] == "sgd" else None)
+    return format_setting(settings["momentum"] if settings["optimizer"] == "sgd" else None)
 
 
 def _replaced(topology: Mapping[str, Any]) -> str:
@@ -220,11 +220,11 @@ def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
     return sum(erdos_renyi_density((n_out, n_in), epsilon) * n_in * n_out for n_in, n_out in pairwise(sizes))
 
 
-def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
+def narrow_hidden(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     """Return the hidden layers of a dense net in these proportions with at most the weights of the sparse net.
 
-    >>> from blocksparse_lab.experiments.classifiers import narrowed
-    >>> narrowed([784, 1000, 1000, 1000, 10], epsilon=20)
+    >>> from blocksparse_lab.experiments.classifiers import narrow_hidden
+    >>> narrow_hidden([784, 1000, 1000, 1000, 10], epsilon=20)
     (121, 121, 121)
     """
     inputs, *hidden, outputs = sizes
@@ -235,7 +235,7 @@ def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
 
 def _narrow(data: str, recipe: MLPSettings) -> MLPSettings:
     features, classes = SIZES[data]
-    hidden = narrowed((features, *recipe.hidden, classes), recipe.epsilon)
+    hidden = narrow_hidden((features, *recipe.hidden, classes), recipe.epsilon)
     return replace(recipe, method="dense", hidden=hidden)
 
 

@@ -57,7 +57,7 @@ class Column:
         value = getattr(run, first)
         for key in keys:
             value = value.get(key)
-        return said(value) if first in ("settings", "task") else value
+        return format_setting(value) if first in ("settings", "task") else value
 
     def cells(
         self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]], paired: bool = True
@@ -80,7 +80,7 @@ class Column:
             return None
         if self.against is None:
             return [
-                "-" if name in unknown else noted(self._cell(list(values.values())), _part(len(values), runs[name]))
+                "-" if name in unknown else noted(self._cell(list(values.values())), _coverage(len(values), runs[name]))
                 for name, values in found.items()
             ]
         if self.against not in found:
@@ -91,12 +91,12 @@ class Column:
             same = sets[name] == sets[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
-                part = _part(len(pairs), _both(runs[name], runs[self.against])) if pairs else ""
+                part = _coverage(len(pairs), _common_seeds(runs[name], runs[self.against])) if pairs else ""
                 # For a cell with its own format, such as a ratio, chance would not make 0.
                 cells.append(noted(self._cell(pairs, "+"), part, "" if self.show else chance(pairs)))
             else:
                 label = "" if same else UNPAIRED if paired else OTHER_MACHINE
-                some = _part(len(of), runs[name]), _part(len(base), runs[self.against])
+                some = _coverage(len(of), runs[name]), _coverage(len(base), runs[self.against])
                 cells.append(
                     self._independent(
                         list(of.values()), list(base.values()), label, " against ".join(filter(None, some))
@@ -114,18 +114,18 @@ class Column:
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
             return self.show(values) if self.show and values else "-"
-        different = list(dict.fromkeys(map(said, values)))
+        different = list(dict.fromkeys(map(format_setting, values)))
         if isinstance(values[0], float) or (len(different) > 1 and isinstance(values[0], int)):
             return spread(values, self.digits, sign)
         return ", ".join(different)
 
 
-def _part(known: int, runs: Sequence[Run]) -> str:
+def _coverage(known: int, runs: Sequence[Run]) -> str:
     """Return how many seeds a cell covers, if not all."""
     return "" if known == len(runs) else f"{known} of {len(runs)} seeds"
 
 
-def _both(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+def _common_seeds(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
     """Return the runs whose seed is also among the others."""
     seeds = {run.settings["seed"] for run in others}
     return [run for run in runs if run.settings["seed"] in seeds]
@@ -141,14 +141,14 @@ def _instruction_sets(runs: Sequence[Run]) -> set[str | None]:
 SEEDS = Column("seeds", lambda run, _: run, show=lambda found: str(len(found)))
 
 
-def said(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a setting: the shortest form of a number, "-" for None.
 
-    >>> said(0.0005), said(20_000), said(None), said((8, 16))
+    >>> format_setting(0.0005), format_setting(20_000), format_setting(None), format_setting((8, 16))
     ('0.0005', '20,000', '-', '8-16')
     """
     if isinstance(value, list | tuple):
-        return "-".join(map(said, value))
+        return "-".join(map(format_setting, value))
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
     return "-" if value is None else str(value)
@@ -236,7 +236,7 @@ class Experiment(ABC):
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:  # noqa: B027
         """Measure the finished runs side by side, for each report again, and save the results in their folders."""
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         """Return further facts on a run, for columns and picture."""
         return {}
 
@@ -282,9 +282,9 @@ class Experiment(ABC):
         for seed in dict.fromkeys(seeds or self.seeds):
             for name in dict.fromkeys(only or self.contenders):
                 if not self._failed_before(runs, name, seed):
-                    yield self.trainer(name, seed, folder(runs, name, seed), data)
+                    yield self.trainer(name, seed, run_folder(runs, name, seed), data)
 
-    def checked(self, runs: Path, data_dir: DataDir = None) -> Iterator[Path]:
+    def check_finished(self, runs: Path, data_dir: DataDir = None) -> Iterator[Path]:
         """Yield the finished runs after a check that each belongs to its contender, seed and the current settings.
 
         Raises:
@@ -306,9 +306,9 @@ class Experiment(ABC):
 
     def finished(self, runs: Path) -> dict[str, list[Path]]:
         """Return the folders of finished runs by contender, of any seed."""
-        return {name: list(filter(self.is_finished, folders(runs, name))) for name in self.contenders}
+        return {name: list(filter(self.is_finished, run_folders(runs, name))) for name in self.contenders}
 
-    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+    def record_failure(self, trainer: Trainer, error: BlockSparseError) -> bool:
         """Return whether the error that ended a run is a result; if so, save it in the run's folder."""
         if self.is_result(trainer, error):
             reason, *_ = str(error).split(". ")  # drop the advice
@@ -318,10 +318,11 @@ class Experiment(ABC):
 
     def left_out(self, runs: Path) -> dict[str, str]:
         """Return the reasons of runs that ended without a result."""
-        all_runs = [run for name in self.contenders for run in folders(runs, name)]
-        reasons = {run.name: kept(run, FAILED).get("failed") for run in all_runs if not self.is_finished(run)}
+        all_runs = [run for name in self.contenders for run in run_folders(runs, name)]
+        unfinished = [run for run in all_runs if not self.is_finished(run)]
+        reasons = {run.name: read_results(run, FAILED).get("failed") for run in unfinished}
         before = {
-            folder(runs, name, seed).name: self._failed_before(runs, name, seed)
+            run_folder(runs, name, seed).name: self._failed_before(runs, name, seed)
             for name in self.contenders
             for seed in self.seeds
         }
@@ -330,17 +331,21 @@ class Experiment(ABC):
     def _failed_before(self, runs: Path, contender: str, seed: int) -> str:
         """Return why the run that this one needs has no result, or ""."""
         needed = self.needs(runs, contender, seed)
-        if needed is None or (needed / "result.json").is_file() or not (why := kept(needed, FAILED).get("failed")):
+        if (
+            needed is None
+            or (needed / "result.json").is_file()
+            or not (why := read_results(needed, FAILED).get("failed"))
+        ):
             return ""
         return f"{needed.parent.name} {needed.name}: {why}"
 
 
-def folder(runs: Path, contender: str, seed: int) -> Path:
+def run_folder(runs: Path, contender: str, seed: int) -> Path:
     """Return the folder of a run."""
     return runs / f"{contender}-{seed}"
 
 
-def folders(runs: Path, contender: str) -> list[Path]:
+def run_folders(runs: Path, contender: str) -> list[Path]:
     """Return the folders of a contender's runs, sorted by seed; names such as 00 are not seeds."""
     split = {run: run.name.rpartition("-") for run in runs.glob("*")}
     of = (run for run, (name, _, seed) in split.items() if name == contender and SEED.fullmatch(seed))
@@ -360,6 +365,6 @@ def check_only(only: Sequence[str], contenders: Iterable[str]) -> None:
         raise BlockSparseError.expected("only", f"some of {said}", ", ".join(map(repr, unknown)))
 
 
-def kept(run: Path, name: str) -> dict[str, Any]:
+def read_results(run: Path, name: str) -> dict[str, Any]:
     """Read a file of results in a run's folder; {} if there is none."""
     return read_json(run / name) if (run / name).is_file() else {}

@@ -14,7 +14,7 @@ from ..recipes import charlm, finetune
 from ..recipes.text_features import digest
 from ..training.compare import Run
 from ..training.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, Progress, folder, kept
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, read_results, run_folder
 from .language import EXPERIMENTS as LANGUAGE
 from .language import LanguageExperiment
 
@@ -59,7 +59,7 @@ class FineTuningExperiment(Experiment):
 
     def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
         of = self.contenders[contender]
-        return folder(runs.parent / self.begins, of.model, seed) if of.pretrained else None
+        return run_folder(runs.parent / self.begins, of.model, seed) if of.pretrained else None
 
     def trainer(self, contender: str, seed: int, run: Path, data: reviews.Splits) -> Trainer:
         of, begun = self.contenders[contender], self.needs(run.parent, contender, seed)
@@ -83,15 +83,15 @@ class FineTuningExperiment(Experiment):
             finetune.evaluate(run, self.load(data_dir), progress=told)
 
     def is_probed(self, run: Path) -> bool:
-        return bool(kept(run, finetune.TESTED))
+        return bool(read_results(run, finetune.TESTED))
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         contender, _, seed = run.path.name.rpartition("-")
         begun = self.needs(run.path.parent, contender, int(seed))
         return {
-            "bits": kept(begun, "result.json").get("held_out") if begun else None,
+            "bits": read_results(begun, "result.json").get("held_out") if begun else None,
             "validation error": run.held_out,
-            **kept(run.path, finetune.TESTED),
+            **read_results(run.path, finetune.TESTED),
             "cpu_seconds": (run.result or {}).get("cpu_seconds"),
         }
 

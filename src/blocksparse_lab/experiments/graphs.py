@@ -13,7 +13,7 @@ from ..recipes import dcnn
 from ..recipes.dcnn import DCNNSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, said
+from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, format_setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class DiffusionExperiment(Experiment):
     def trainer(self, contender: str, seed: int, run: Path, data: planetoid.Graph) -> Trainer:
         return dcnn.trainer(replace(self.contenders[contender], seed=seed), data, run)
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - run.evaluations[-1]["held_out"]}
 
     def more(self) -> list[tuple[int, int, int]] | None:
@@ -78,7 +78,13 @@ class DiffusionExperiment(Experiment):
             "P and P^2 of Barabasi-Albert graphs with 4 edges for each new node, without transitions up to 0.05:",
             ("nodes", "entries", "entries per node", "MB", "bytes per node"),
             [
-                (said(nodes), said(entries), f"{entries / nodes:.1f}", f"{size / 1e6:.2f}", f"{size / nodes:.0f}")
+                (
+                    format_setting(nodes),
+                    format_setting(entries),
+                    f"{entries / nodes:.1f}",
+                    f"{size / 1e6:.2f}",
+                    f"{size / nodes:.0f}",
+                )
                 for nodes, entries, size in of.more
             ],
         )

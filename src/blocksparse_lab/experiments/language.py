@@ -23,7 +23,7 @@ from ..recipes.forgetting import AFTER, forgetting
 from ..recipes.text_features import HALF_LIFE
 from ..training.compare import Run
 from ..training.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, read_results
 
 SETTINGS = CharLMSettings(steps=3500, batch=32, seq=64, evaluated=300_000)
 
@@ -42,7 +42,7 @@ OTHER_STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnText(Experiment):
+class CorpusExperiment(Experiment):
     """Language models on one text.
 
     Args:
@@ -68,7 +68,7 @@ class LanguageContender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageExperiment(OnText):
+class LanguageExperiment(CorpusExperiment):
     """Language models of one size on one text.
 
     Args:
@@ -100,13 +100,13 @@ class LanguageExperiment(OnText):
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Save bits per character of each evaluated stream, how long cells keep information, and the sentiment
         probes."""
-        found, path = kept(run, PROBES), run / "last.safetensors"
-        if not kept(run, STREAMS):
+        found, path = read_results(run, PROBES), run / "last.safetensors"
+        if not read_results(run, STREAMS):
             task = charlm.task(charlm.load(path), self.load(data_dir), self.settings)
-            nats, counts = task.of_streams(task.model.to(self.settings.device))
+            nats, counts = task.stream_nats(task.model.to(self.settings.device))
             bits = {"bits": (nats / counts * task.per_nat).tolist()}
             checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
-        if not kept(run, FORGETTING):
+        if not read_results(run, FORGETTING):
             kept_of = forgetting(charlm.load(path), self.load(data_dir).held_out)
             checkpoint.write_text(run / FORGETTING, json.dumps(kept_of) + "\n")
         for data, limit in self.reviews.items():
@@ -130,20 +130,20 @@ class LanguageExperiment(OnText):
                 checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
 
     def is_probed(self, run: Path) -> bool:
-        probed = kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
-        return probed and all(kept(run, name) for name in (STREAMS, FORGETTING))
+        probed = read_results(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
+        return probed and all(read_results(run, name) for name in (STREAMS, FORGETTING))
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         # Long lists stay in the run's folder, and facts on the data are given once.
         long = ("coefficients", "validation of each C")
         probes = {}
-        for name, found in kept(run.path, PROBES).items():
+        for name, found in read_results(run.path, PROBES).items():
             short = {key: value for key, value in found["probe"].items() if key not in long}
             probes[name] = (found if name in self.reviews else {}) | {"probe": short}
         speed = run.as_dict()["bytes_per_second"]
         found = {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
-        found |= kept(run.path, FORGETTING)
-        if bits := kept(run.path, STREAMS).get("bits"):
+        found |= read_results(run.path, FORGETTING)
+        if bits := read_results(run.path, STREAMS).get("bits"):
             found["median_stream"] = statistics.median(bits)
         return found
 

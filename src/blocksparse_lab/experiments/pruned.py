@@ -24,7 +24,7 @@ from ..recipes.prune import FIXED, Pruning
 from ..training.settings import EpochSettings, Settings
 from ..training.trainer import Task
 from .experiment import Column, DataDir, Experiment
-from .language import READ, OnText
+from .language import READ, CorpusExperiment
 from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment
 
 
@@ -62,7 +62,7 @@ class ClassifierPruning(PruningExperiment):
         ).in_epochs(task.steps_per_epoch, warmup=warmup, save_every=0)
         return task, settings, {"data": self.data, "tested": data.tested, "epochs": self.epochs}
 
-    def opened(self, run: Path) -> nn.Module:
+    def load_model(self, run: Path) -> nn.Module:
         tensors, about = checkpoint.load(run / MODEL)
         return load_sparsified(_mlp(about["task"]["model"]["sizes"], 0), part(tensors, "model."))
 
@@ -74,7 +74,7 @@ class ClassifierPruning(PruningExperiment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguagePruning(PruningExperiment, OnText):
+class LanguagePruning(PruningExperiment, CorpusExperiment):
     """An LSTM that reads bytes; `trained` has the dense model and its training."""
 
     trained: charlm.CharLMSettings
@@ -91,7 +91,7 @@ class LanguagePruning(PruningExperiment, OnText):
         task = charlm.task(charlm.network(settings.model), data, settings)
         return task, settings, charlm.facts(self.trained.model, self.text)
 
-    def opened(self, run: Path) -> nn.Module:
+    def load_model(self, run: Path) -> nn.Module:
         return charlm.load(run / MODEL)
 
     def inputs(self, model: Any) -> Tensor:

@@ -19,7 +19,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, label_points, save
 
 from ..machine import where
-from ..recipes.prune import PruneTask, Pruning, finished
+from ..recipes.prune import PruneTask, Pruning, load_finished
 from ..training.compare import Run
 from ..training.trainer import Settings, Task, Trainer
 from .experiment import (
@@ -30,8 +30,8 @@ from .experiment import (
     Progress,
     Results,
     Table,
-    folder,
-    kept,
+    read_results,
+    run_folder,
 )
 from .inference import race
 
@@ -96,7 +96,7 @@ class PruningExperiment(Experiment):
         """Return task and settings of the dense net, and further facts for `config.json`."""
 
     @abstractmethod
-    def opened(self, run: Path) -> nn.Module:
+    def load_model(self, run: Path) -> nn.Module:
         """Load the saved model of a finished run."""
 
     @abstractmethod
@@ -124,13 +124,13 @@ class PruningExperiment(Experiment):
         return Trainer(task, run, settings, facts)
 
     def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
-        return folder(runs, DENSE, seed) if self.contenders[contender].method == "threshold" else None
+        return run_folder(runs, DENSE, seed) if self.contenders[contender].method == "threshold" else None
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
             needed = "the finished dense run of this seed, whose weights set the threshold"
             raise BlockSparseError.expected("threshold", needed, f"none in {dense}")
-        return sparsity.percentiles(self.opened(dense))
+        return sparsity.percentiles(self.load_model(dense))
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Save the truly sparse model and its quality."""
@@ -139,9 +139,9 @@ class PruningExperiment(Experiment):
         contender, _, seed = run.name.rpartition("-")
         trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
         try:
-            model = finished(trainer)
+            model = load_finished(trainer)
         except BlockSparseError as error:
-            if not self.failed(trainer, error):
+            if not self.record_failure(trainer, error):
                 raise
             return
         task = trainer.task
@@ -178,7 +178,7 @@ class PruningExperiment(Experiment):
         if DENSE not in of:
             return
         dense, paths = of[DENSE][0].path, [run.path for runs in of.values() for run in runs]
-        models: dict[str, Any] = {path.name: self.opened(path).eval() for path in [dense, *paths]}
+        models: dict[str, Any] = {path.name: self.load_model(path).eval() for path in [dense, *paths]}
         for density in self.pruned:
             models[f"{density:g}"] = self._pruned(models[dense.name], density)
         samples, here = race(models, self.inputs(models[dense.name]))
@@ -198,8 +198,8 @@ class PruningExperiment(Experiment):
 
     # -- the report ----------------------------------------------------------------------------------------------
 
-    def found(self, run: Run) -> dict[str, Any]:
-        race = kept(run.path, RACED)
+    def facts(self, run: Run) -> dict[str, Any]:
+        race = read_results(run.path, RACED)
         races = {"": race, **race.get("pruned", {})} if race else {}
         inference = {
             density: {"seconds": one["seconds"]["median"], "speed_up": one["speed_up"]["median"]}
@@ -207,7 +207,7 @@ class PruningExperiment(Experiment):
             for density, one in races.items()
         }
         return {
-            "sparse": kept(run.path, PROBED),
+            "sparse": read_results(run.path, PROBED),
             "inference": inference.pop("", {}) | ({"pruned": inference} if inference else {}),
             "raced on": race.get("machine"),
             "cpu_seconds": (run.result or {}).get("cpu_seconds"),

@@ -20,7 +20,7 @@ from blocksparse.errors import BlockSparseError
 
 from ..training.signals import Interrupted
 from ..training.trainer import Callback, Trainer
-from .experiment import DataDir, Experiment, check_only, folder
+from .experiment import DataDir, Experiment, check_only, run_folder
 
 SECONDS_BETWEEN_NEWS = 0.2
 
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def run(self) -> Path:
-        return folder(self.runs, self.contender, self.seed)
+        return run_folder(self.runs, self.contender, self.seed)
 
     @property
     def needs(self) -> Path | None:
@@ -141,9 +141,9 @@ def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
         try:
             trainer = of.trainer(job.contender, job.seed, job.run, of.load(data_dir))
             try:
-                trainer.train(_Teller(trainer, told))
+                trainer.train(_Reporter(trainer, told))
             except BlockSparseError as error:
-                if not of.failed(trainer, error):
+                if not of.record_failure(trainer, error):
                     raise
                 told.send(News(f"a result: {error}", failed=True))
                 return
@@ -153,7 +153,7 @@ def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
             told.send(News(str(error), failed=True))
 
 
-class _Teller(Callback):
+class _Reporter(Callback):
     """Reports the progress of a run to the queue."""
 
     def __init__(self, trainer: Trainer, told: Connection):

@@ -15,7 +15,7 @@ from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import commits, where
 from ..training import compare
 from ..training.compare import Run
-from .experiment import UNPAIRED, Experiment, Results, folder, seed_of
+from .experiment import UNPAIRED, Experiment, Results, run_folder, seed_of
 
 MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that reports name
 POINTS = 6  # most points of a saved curve
@@ -35,20 +35,20 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
     known: dict[str, Sequence[Run]] = {
-        contender: [replace(run, config=run.config | {"facts": run.facts | experiment.found(run)}) for run in some]
+        contender: [replace(run, config=run.config | {"facts": run.facts | experiment.facts(run)}) for run in some]
         for contender, some in of.items()
     }
     if add:
-        old = there(name, out)
+        old = existing_runs(name, out)
         known = {
             one: sorted({**old.get(one, {}), **{_seed(run): run for run in known.get(one, ())}}.values(), key=_seed)
             for one in experiment.contenders
             if one in known or one in old
         }
     else:
-        check_kept(name, out, {one: {_seed(run) for run in some} for one, some in known.items()})
-    made = {folder(runs, one, _seed(run)).name for one, some in known.items() for run in some}
-    reasons = {**_kept(name, out).left_out, **experiment.left_out(runs)}
+        check_no_loss(name, out, {one: {_seed(run) for run in some} for one, some in known.items()})
+    made = {run_folder(runs, one, _seed(run)).name for one, some in known.items() for run in some}
+    reasons = {**_existing_report(name, out).left_out, **experiment.left_out(runs)}
     left_out = {run: why for run, why in reasons.items() if run not in made}
     save(out / f"{name}.json", experiment, Results(known, left_out, experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
@@ -58,23 +58,23 @@ def _read(path: Path) -> Run:
     run = compare.read(path)
     if (seed := run.settings.get("seed")) != seed_of(path):
         raise BlockSparseError.expected(f"{path}, seed", f"{seed_of(path)}, as in its name", seed)
-    if run.result is not None and not _told(run):
+    if run.result is not None and not _has_machine(run):
         got = f"{run.result.get('machine')!r:.99}"
         raise BlockSparseError.expected(f"{path / 'result.json'}, machine", ", ".join(sorted(MACHINE)), got)
     return run
 
 
-def _told(run: Run) -> bool:
+def _has_machine(run: Run) -> bool:
     machine = (run.result or {}).get("machine")
     return isinstance(machine, dict) and machine.keys() >= MACHINE
 
 
-def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
+def existing_runs(name: str, out: Path) -> dict[str, dict[int, Run]]:
     """Return the runs of a report by contender and seed; {} without a report."""
-    return {one: {_seed(run): run for run in some} for one, some in _kept(name, out).runs.items()}
+    return {one: {_seed(run): run for run in some} for one, some in _existing_report(name, out).runs.items()}
 
 
-def _kept(name: str, out: Path) -> Results:
+def _existing_report(name: str, out: Path) -> Results:
     path = out / f"{name}.json"
     return _report(path, name) if path.exists() else Results({})
 
@@ -87,9 +87,9 @@ def _report(path: Path, name: str) -> Results:
     return of
 
 
-def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
+def check_no_loss(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
     """Raise if a report of these contenders and seeds would replace one that has others."""
-    lost = {one: sorted(runs.keys() - set(seeds.get(one, ()))) for one, runs in there(name, out).items()}
+    lost = {one: sorted(runs.keys() - set(seeds.get(one, ()))) for one, runs in existing_runs(name, out).items()}
     if said := [f"{one}, seed {', '.join(map(str, some))}" for one, some in lost.items() if some]:
         wanted = f"a folder without another report of {name}, or --add, which keeps its runs"
         raise BlockSparseError.expected("out", wanted, f"{out}, whose report has {'; '.join(said)} too")
@@ -156,7 +156,7 @@ def load(path: Path) -> Results:
     try:
         common = {name: merged(content["all"], of) for name, of in content["each"].items()}
         runs = {name: [_run(merged(common[name], run)) for run in rows(of)] for name, of in content["runs"].items()}
-        if not all("seed" in run.settings and _told(run) for of in runs.values() for run in of):
+        if not all("seed" in run.settings and _has_machine(run) for of in runs.values() for run in of):
             raise KeyError("machine")
         return Results(runs, content.get("left_out", {}), content.get("more"), content.get("experiment"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -13,7 +13,7 @@ from ..recipes.resnet import ResNetSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .classifiers import seconds_per_epoch
-from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept, said
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, format_setting, read_results
 
 KEPT = "consistency.json"
 
@@ -44,7 +44,7 @@ class ResNetExperiment(Experiment):
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
         return resnet.trainer(replace(self.contenders[contender], seed=seed), data, run)
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - run.evaluations[-1]["held_out"], "seconds_per_epoch": seconds_per_epoch(run)}
 
     @property
@@ -53,8 +53,10 @@ class ResNetExperiment(Experiment):
         return [
             Column("down-sampling", lambda run, _: _sampling(run.task["model"])),
             Column("padding", lambda run, _: run.task["model"]["padding_mode"] or "zeros"),
-            Column("density of the convolutions", lambda run, _: said(run.task["model"]["density"] or "dense")),
-            Column("channels of the stages", lambda run, _: said(_channels(run.task["model"]))),
+            Column(
+                "density of the convolutions", lambda run, _: format_setting(run.task["model"]["density"] or "dense")
+            ),
+            Column("channels of the stages", lambda run, _: format_setting(_channels(run.task["model"]))),
             Column("blocks of the stages", "task.model.blocks"),
             Column("parameters", "facts.parameters"),
             Column("multiply-adds per image", "facts.multiply_adds_per_image"),
@@ -95,12 +97,12 @@ class ShiftExperiment(ResNetExperiment):
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Measure the consistency over shifts."""
-        if kept(run, KEPT).get("images") != self.shifted:
+        if read_results(run, KEPT).get("images") != self.shifted:
             report = (lambda done, of: progress("shifts", done, of)) if progress else None
-            resnet.shifted(run, self.load(data_dir), self.shifted, report)
+            resnet.shift_consistency(run, self.load(data_dir), self.shifted, report)
 
-    def found(self, run: Run) -> dict[str, Any]:
-        return super().found(run) | {"consistency": kept(run.path, KEPT)}
+    def facts(self, run: Run) -> dict[str, Any]:
+        return super().facts(run) | {"consistency": read_results(run.path, KEPT)}
 
     @property
     def further(self) -> Sequence[Column]:
@@ -118,6 +120,10 @@ class ShiftExperiment(ResNetExperiment):
                 show=lambda found: f"{max(found):.1e}",
             ),
         ]
+
+
+def _density(model: Mapping[str, Any]) -> str:
+    return format_setting(model["density"] or "dense")
 
 
 def _sampling(model: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ..training.compare import Run
 from ..training.trainer import Task, Trainer, device_of
 from .experiment import SEEDS, Column, Experiment, Results, Table
 from .inference import race
-from .language import READ, OnText
+from .language import READ, CorpusExperiment
 
 WINDOWS = 16  # of the measured inference
 
@@ -37,7 +37,7 @@ class TransformerContender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerExperiment(OnText):
+class TransformerExperiment(CorpusExperiment):
     """Transformers on one text; a seed determines blocks and weights, the order of the text is the same for all.
 
     Args:
@@ -63,7 +63,7 @@ class TransformerExperiment(OnText):
             task = PruneTask(task, of.pruning, s.steps, seed)
         return Trainer(task, run, s, gpt.facts(replace(of.config, seed=seed), self.text))
 
-    def found(self, run: Run) -> dict[str, Any]:
+    def facts(self, run: Run) -> dict[str, Any]:
         return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"]}
 
     def more(self) -> dict[str, Any]:

@@ -36,13 +36,13 @@ def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
     links = {name: _link(name) for name in ROUNDS}
     network = Network(**links)
     alone = min(ranks, cores)  # one process per core, while the others wait
-    bandwidth = 2 * COPIED / _together(_copy(), alone)
+    bandwidth = 2 * COPIED / _join_torchrun(_copy(), alone)
     found = {}
     for block in blocks:
         call, weights = _product(block)
-        found[4, block] = flops(weights, TOKENS) / _together(call, alone)
+        found[4, block] = flops(weights, TOKENS) / _join_torchrun(call, alone)
     x = torch.randn(512, 512)
-    dense = 2 * 512**3 / _together(lambda: x @ x, alone)
+    dense = 2 * 512**3 / _join_torchrun(lambda: x @ x, alone)
     return Hardware(
         name="measured",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks,
@@ -68,7 +68,7 @@ def _link(collective: str) -> Link:
     ranks = dist.get_world_size()
     if ranks == 1:
         return Link(0.0, 1e12)
-    small, large = (_together(_collective(collective, size), ranks) for size in (SMALL, LARGE))
+    small, large = (_join_torchrun(_collective(collective, size), ranks) for size in (SMALL, LARGE))
     sent = ring_bytes(collective, LARGE, ranks) - ring_bytes(collective, SMALL, ranks)
     return Link(small / ring_steps(collective, ranks), sent / max(large - small, 1e-9))
 
@@ -115,7 +115,7 @@ def _product(block: int) -> tuple[Callable[[], Any], int]:
     return call, layer.values.numel()
 
 
-def _together(call: Callable[[], Any], ranks: int) -> float:
+def _join_torchrun(call: Callable[[], Any], ranks: int) -> float:
     """Return the median seconds of a call that the first `ranks` processes make at once, of the slowest rank, on every
     rank.
     """

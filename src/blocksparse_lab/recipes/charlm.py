@@ -15,7 +15,7 @@ from blocksparse.distributed import group
 from ..data.text import Text
 from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from ..option import option
-from ..training import stored
+from ..training import saved_models
 from ..training.memory import check_room
 from ..training.streams import LanguageSettings, Streams
 from ..training.trainer import Trainer, device_of
@@ -78,11 +78,11 @@ class CharLMTask(Streams):
 
     def evaluate(self, model: nn.Module) -> float:
         """Return bits per character of the held-out text, read in streams of `EVALUATION_STREAM` or more bytes."""
-        nats, counts = self.of_streams(model)
+        nats, counts = self.stream_nats(model)
         return float(nats.sum() / counts.sum()) * self.per_nat
 
     @torch.no_grad()
-    def of_streams(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def stream_nats(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return, for each stream, its nats and the number of predicted bytes, both float64 `[streams]`."""
         predicted = len(self.held_out) - 1
         streams = min(max(1, predicted // EVALUATION_STREAM), 64)
@@ -145,4 +145,6 @@ def load(path: str | Path) -> CharLM:
 
     # The tensors bring the layouts, also of weights that became block-sparse after training.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
-    return stored.load(path, KIND, "a recurrent language model of bytes", CharLMConfig, CharLM, sizes, empty)
+    return saved_models.load_model(
+        path, KIND, "a recurrent language model of bytes", CharLMConfig, CharLM, sizes, empty
+    )

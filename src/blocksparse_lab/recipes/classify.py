@@ -19,7 +19,7 @@ from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsit
 
 from ..option import option
 from ..training.callback import EpochTask
-from ..training.running_means import follow
+from ..training.running_means import sync_means
 
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
@@ -151,7 +151,10 @@ class ClassifyTask(EpochTask):
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Build the sparsity methods; momentum and running means follow moved connections."""
         t = self.topology
-        how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": follow(self.model, ema)}
+        how: dict[str, Any] = {
+            "skip": getattr(self.model, "output", ()),
+            "on_layout_change": sync_means(self.model, ema),
+        }
         self.methods = {}
         if t.importance_from is not None:
             self.methods["importance"] = ImportancePruning(
@@ -169,10 +172,10 @@ class ClassifyTask(EpochTask):
     def before_step(self, step: int) -> None:
         if step and step % self.steps_per_epoch == 0:
             if self.topology.elastic and isinstance(method := self.methods.get("set"), SET):
-                self._mutate_less(method, step / self.steps)
+                self._apply_elastic_mutation(method, step / self.steps)
             self._change("importance", "set")
 
-    def _mutate_less(self, method: SET, trained: float) -> None:
+    def _apply_elastic_mutation(self, method: SET, trained: float) -> None:
         """Apply MEST's elastic mutation for the fraction of steps done: 90 and 120 of its 160 epochs."""
         method.zeta = self.topology.zeta * (1 if trained < 9 / 16 else 0.5 if trained < 3 / 4 else 0)
 

@@ -56,7 +56,7 @@ def trainer(settings: DCNNSettings, graph: Graph, run: str | Path) -> Trainer:
     s = settings
     diffusion = Diffusion(graph.edges, len(graph.labels), HOPS, s.threshold)
     if s.at_random:
-        diffusion = drawn(graph, diffusion.nbytes, s.seed)
+        diffusion = random_diffusion(graph, diffusion.nbytes, s.seed)
     data = table(graph, diffusion, s.seed)
     with torch.random.fork_rng([]):
         torch.manual_seed(s.seed)
@@ -74,7 +74,7 @@ def trainer(settings: DCNNSettings, graph: Graph, run: str | Path) -> Trainer:
     return Trainer(task, run, s.in_epochs(task.steps_per_epoch, save_every=0), facts)
 
 
-def drawn(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
+def random_diffusion(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
     """Return the diffusion over the most random edges (in steps of a 500th) whose powers fit into `nbytes`."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(graph.edges.shape[1]))
 

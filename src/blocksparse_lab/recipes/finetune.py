@@ -19,7 +19,7 @@ from ..data.reviews import Labelled, Splits, encode
 from ..models.char_lm import CharLM
 from ..models.text_classifier import END, TextClassifier, TextClassifierConfig
 from ..option import option
-from ..training import stored
+from ..training import saved_models
 from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
@@ -135,4 +135,6 @@ def load(path: str | Path) -> TextClassifier:
 
     # The tensors bring the layouts.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
-    return stored.load(path, KIND, "a classifier of texts", TextClassifierConfig, TextClassifier, sizes, empty)
+    return saved_models.load_model(
+        path, KIND, "a classifier of texts", TextClassifierConfig, TextClassifier, sizes, empty
+    )

@@ -14,9 +14,9 @@ from blocksparse.sparsity import RigL
 
 from ..data.text import Text
 from ..models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
-from ..training import stored
+from ..training import saved_models
 from ..training.memory import check_room
-from ..training.running_means import follow
+from ..training.running_means import sync_means
 from ..training.streams import LanguageSettings, Streams
 from ..training.trainer import Trainer, device_of
 
@@ -60,7 +60,7 @@ class GPTTask(Streams):
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         if self.model.config.method == "rigl":
             every = max(1, min(EVERY, self._end // 10))  # so that short runs have changes too
-            change = follow(self.model, ema)
+            change = sync_means(self.model, ema)
             self._method = RigL(self.model, optimizer, self._end, every=every, alpha=FRACTION, on_layout_change=change)
 
     def after_update(self) -> None:
@@ -131,4 +131,4 @@ def load(path: str | Path) -> GPT:
     """Load the transformer of a checkpoint or run folder on the CPU, with mean parameters if there are any."""
     empty = {"density": 1.0, "method": "fixed"}
     sizes = ("width", "layers", "heads", "context")
-    return stored.load(path, KIND, "a transformer of bytes", GPTConfig, GPT, lambda _: sizes, empty)
+    return saved_models.load_model(path, KIND, "a transformer of bytes", GPTConfig, GPT, lambda _: sizes, empty)

@@ -22,7 +22,7 @@ from ..data.images import Images
 from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
 from ..option import option
-from ..training import stored
+from ..training import saved_models
 from ..training.callback import EpochTask
 from ..training.memory import check_room
 from ..training.settings import Settings
@@ -183,8 +183,8 @@ def trainer(settings: PixelCNNSettings, images: Images, run: str | Path) -> Trai
 
 def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     """Load a network, with mean parameters if there are any, and its images' shape from a checkpoint or run folder."""
-    path, tensors, task = stored.read(path, KIND, "a PixelCNN")
-    config = stored.config_of(path, task, {one.name for one in fields(PixelCNNConfig)}, "a PixelCNN")
+    path, tensors, task = saved_models.read_checkpoint(path, KIND, "a PixelCNN")
+    config = saved_models.model_config(path, task, {one.name for one in fields(PixelCNNConfig)}, "a PixelCNN")
     data = task.get("data")
     shape = data.get("shape") if isinstance(data, dict) else None
     if not isinstance(shape, list) or len(shape) != 3:
@@ -200,7 +200,7 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     for side in shape[1:]:
         integer(f"{path}, a side of its images", side, 1, LARGEST + 1)
     network = PixelCNNConfig(**(config | {"seed": 0}))  # the tensors have all that it draws
-    with stored.parameters_of(path, config):
+    with saved_models.report_bad_parameters(path, config):
         with torch.device("meta"):
             model = network.build(shape[0])
         model.load_state_dict(state, assign=True)

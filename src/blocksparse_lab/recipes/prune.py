@@ -213,7 +213,7 @@ class PruneTask(Task):
         return self.task.about() | {"pruning": self.pruning.about() | q}
 
 
-def finished(trainer: Trainer) -> nn.Module:
+def load_finished(trainer: Trainer) -> nn.Module:
     """Load the model of a finished run, by a new trainer of it, in evaluation mode; a `PruneTask`'s is truly sparse."""
     devices = [trainer.device] if trainer.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -22,7 +22,7 @@ from blocksparse.errors import BlockSparseError
 from ..data.images import Images
 from ..models.resnet import ResNet
 from ..option import option
-from ..training import stored
+from ..training import saved_models
 from ..training.memory import check_room
 from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
@@ -94,10 +94,10 @@ class ImageTask(ClassifyTask):
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         images, labels = super().take(step)
-        return augmented(images, np.random.default_rng([self.seed, 1, step]), (self.mine, self.batch)), labels
+        return augment(images, np.random.default_rng([self.seed, 1, step]), (self.mine, self.batch)), labels
 
 
-def augmented(
+def augment(
     images: Tensor, rng: np.random.Generator, part: tuple[slice, int] | None = None, margin: int = MARGIN
 ) -> Tensor:
     """Shift each image by up to `margin` pixels along each axis, filling with 0, and mirror some.
@@ -163,7 +163,7 @@ def multiply_adds(model: ResNet, images: Images) -> int:
 
 def load(run: str | Path) -> ResNet:
     """Load the network of a run's newest checkpoint."""
-    path, tensors, task = stored.read(Path(run) / "last.safetensors", KIND, "a residual network")
+    path, tensors, task = saved_models.read_checkpoint(Path(run) / "last.safetensors", KIND, "a residual network")
     config = task.get("model")
     if not isinstance(config, dict) or config.get("network") != NETWORK:
         raise BlockSparseError.expected(str(path), "a residual network", task["kind"])
@@ -173,7 +173,7 @@ def load(run: str | Path) -> ResNet:
         raise BlockSparseError.expected(str(path), "the configuration of a residual network", f"{config!r:.200}")
     sizes = {name: known[name] for name in ("classes", "channels", "width")} | {"stages": len(blocks)}
     checkpoint.check_sizes(path, tensors, sizes | {f"blocks {nth}": count for nth, count in enumerate(blocks)})
-    with stored.parameters_of(path, config):
+    with saved_models.report_bad_parameters(path, config):
         with torch.device("meta"):
             # The tensors bring the layouts; until then each row and column has one block.
             model = _network(known | {"density": None if known["density"] is None else 1e-9})
@@ -182,7 +182,7 @@ def load(run: str | Path) -> ResNet:
     return model.eval()
 
 
-def shifted(
+def shift_consistency(
     run: str | Path, images: Images, count: int = 64, progress: Callable[[int, int], None] | None = None
 ) -> Consistency:
     """Measure the consistency of a run's network on all shifts of the first `count` test images.

@@ -24,7 +24,7 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredModel:
     """A model from disk, and how to store its block-sparse version.
 
     Args:
@@ -46,7 +46,7 @@ class Stored:
     whole: Callable[[nn.Module, Path], object] | None = None
 
 
-def open_model(path: str | Path) -> Stored:
+def open_model(path: str | Path) -> StoredModel:
     """Open a byte model's checkpoint or run, a folder of the transformers library, or a plain file of weights."""
     path = Path(path)
     if path.is_dir():
@@ -67,13 +67,13 @@ def open_model(path: str | Path) -> Stored:
     return _language_model(path) if ours else _plain(path, tensors)
 
 
-def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tuple[nn.Module, Report]:
+def sparsify_model(stored: StoredModel, skip: tuple[str, ...] = (), **options: Any) -> tuple[nn.Module, Report]:
     """Return the block-sparse model, changed in place, and its report; options are those of `blocksparse.sparsify`."""
     model = sparsify(stored.model, skip=(*stored.skip, *skip), inplace=True, **options)
     return model, report(model, options.get("tokens", 64))
 
 
-def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Path:
+def save(stored: StoredModel, model: nn.Module, made: Report, out: str | Path) -> Path:
     """Write the model, its further files and report.json into a folder; return the checkpoint's path."""
     out = Path(out)
     try:
@@ -104,11 +104,11 @@ def folder(out: str | Path, model: str | Path) -> Path:
     return out
 
 
-def _language_model(path: Path) -> Stored:
+def _language_model(path: Path) -> StoredModel:
     model = language_model.load(path)
     kind = gpt.KIND if isinstance(model, GPT) else charlm.KIND
     about = {"task": {"kind": kind, "model": asdict(model.config)}, "sparsified": True}
-    return Stored(
+    return StoredModel(
         model,
         "last.safetensors",
         about,
@@ -116,7 +116,7 @@ def _language_model(path: Path) -> Stored:
     )
 
 
-def _transformers(path: Path) -> Stored:
+def _transformers(path: Path) -> StoredModel:
     try:
         import transformers
     except ImportError as error:
@@ -139,16 +139,16 @@ def _transformers(path: Path) -> Stored:
     def write(model: Any, out: Path) -> None:
         model.save_pretrained(out)
 
-    return Stored(model.eval(), FILE, {}, lambda model: model.state_dict(), beside=tuple(beside), whole=write)
+    return StoredModel(model.eval(), FILE, {}, lambda model: model.state_dict(), beside=tuple(beside), whole=write)
 
 
-def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
+def _plain(path: Path, tensors: Mapping[str, Tensor]) -> StoredModel:
     """Return a model with a linear layer per matrix, by the matrix's name."""
     model = nn.Module()
     matrices = {name: x for name, x in tensors.items() if x.dim() == 2 and x.is_floating_point()}
     if not matrices:
         raise BlockSparseError.expected(str(path), "2-D weights", f"{len(tensors)} tensors, none of them one")
-    places = {name: _place(name, matrices) for name in matrices}
+    places = {name: _layer_name(name, matrices) for name in matrices}
     for name, place in places.items():
         layer = nn.Linear(1, 1, bias=False, device="meta")
         layer.weight = nn.Parameter(matrices[name])
@@ -170,10 +170,10 @@ def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
         return found
 
     tables = tuple(place for name, place in places.items() if "emb" in name)
-    return Stored(model, FILE, {"sparsified": True}, stored, tables)
+    return StoredModel(model, FILE, {"sparsified": True}, stored, tables)
 
 
-def _place(name: str, matrices: Mapping[str, Tensor]) -> str:
+def _layer_name(name: str, matrices: Mapping[str, Tensor]) -> str:
     """Return the name of a weight's layer: the weight's own name if other weights are below the layer's."""
     layer = name.removesuffix(".weight")
     return name if any(other.startswith(f"{layer}.") for other in matrices if other != name) else layer

@@ -71,7 +71,7 @@ def features(
                 sums: dict[str, Any] = dict.fromkeys(kept, 0.0)  # sums of hidden states over time
                 totals = dict.fromkeys(kept, 0.0)  # sums of their weights
                 ended = 0
-                for begin, end in pairwise(_cuts(lengths[rows], chunk)):
+                for begin, end in pairwise(_call_bounds(lengths[rows], chunk)):
                     # Skip the scores of 256 bytes if the model can.
                     y, state = (model.outputs if with_means else model)(text[begin:end, ended:], state)
                     read += (end - begin) * (len(rows) - ended)
@@ -86,7 +86,7 @@ def features(
                         for name, of in sums.items():
                             done[name] = of[: now - ended] / totals[name]
                             sums[name] = of[now - ended :]
-                        _keep(out, done, rows[ended:now], len(texts))
+                        _write_rows(out, done, rows[ended:now], len(texts))
                         # Copy, so that further work has the memory layout of a batch of its own.
                         state = tuple(part[:, now - ended :].contiguous() for part in state)
                         ended = now
@@ -99,7 +99,7 @@ def features(
     return out
 
 
-def _keep(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray, texts: int) -> None:
+def _write_rows(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray, texts: int) -> None:
     """Write the states of some texts into the rows of all."""
     for name, of in done.items():
         values = of.float().cpu().numpy()
@@ -110,7 +110,7 @@ def _keep(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray,
         out[name][rows] = values
 
 
-def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
+def _call_bounds(lengths: np.ndarray, chunk: int) -> list[int]:
     """Return where calls start and end: at the end of every text, and at most a chunk apart."""
     cuts = [0]
     for end in np.unique(lengths).tolist():

@@ -23,7 +23,7 @@ _LABEL = 40  # characters; two such labels fit beside each other
 _POINTS = 60  # most points of a curve that are drawn as markers
 
 # Settings that do not distinguish runs: they only say how often a run is logged and where it ran.
-_ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
+_IGNORED = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
 
 # Keys of config.json, with their types.
 _CONFIG: dict[str, tuple[Any, str]] = {
@@ -128,7 +128,7 @@ class Group:
     runs: tuple[Run, ...]
 
     @property
-    def counted(self) -> tuple[Run, ...]:
+    def comparable(self) -> tuple[Run, ...]:
         """The runs to average: one per seed, among those that were evaluated after the most steps."""
         most = max(run.evaluated for run in self.runs)
         of_seeds: dict[str, Run] = {}
@@ -140,7 +140,7 @@ class Group:
     @property
     def held_out(self) -> tuple[float, float] | None:
         """Mean and standard deviation of the newest figures of `comparable`; the deviation of one run is 0."""
-        found = [run.held_out for run in self.counted if run.held_out is not None]
+        found = [run.held_out for run in self.comparable if run.held_out is not None]
         return _spread(found) if found else None
 
     @property
@@ -151,7 +151,7 @@ class Group:
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
         """Return x (median "step" or "seconds"), mean and deviation where all comparable runs were evaluated."""
-        by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.counted]
+        by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.comparable]
         shared = sorted(set.intersection(*map(set, by_step)))
         x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
         spreads = [_spread([lines[step]["held_out"] for lines in by_step]) for step in shared]
@@ -175,7 +175,7 @@ def read(path: str | Path) -> Run:
     integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
     # Values that are not numbers, or too large to compute with, count as unknown.
     lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
-    result = resume.read(path / "result.json") if (path / "result.json").exists() else None
+    result = resume.read_result(path / "result.json") if (path / "result.json").exists() else None
     run = Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
     if result is not None and _is_number(ended := result.get("held_out")) and run.held_out != ended:
         wanted = f"{ended} last, as in result.json; delete the folder to train the run again"
@@ -198,8 +198,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         raise BlockSparseError.expected("runs", "figures of one unit", " and ".join(units))
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps(_meant(run), sort_keys=True), []).append(run)
-    meant = [_flat(_meant(of[0])) for of in found.values()]
+        found.setdefault(json.dumps(_without_seed(run), sort_keys=True), []).append(run)
+    meant = [_flat(_without_seed(of[0])) for of in found.values()]
     differ = [
         key for key in dict.fromkeys(k for one in meant for k in one) if len({str(m.get(key)) for m in meant}) > 1
     ]
@@ -235,13 +235,13 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
                 continue
             if against == "step" and epochs:
                 x = [step / (group.steps_per_epoch or 1) for step in x]
-            count = f", {seeds} seeds" if (seeds := len(group.counted)) > 1 else ""
+            count = f", {seeds} seeds" if (seeds := len(group.comparable)) > 1 else ""
             points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
             one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
             low, high = ([float(m + sign * d) for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
             one.fill_between(list(map(float, x)), low, high, color=style["color"], alpha=0.18, lw=0)
     curves = [group.curve("step") for group in of]
-    lowest, top = _range([mean for _, means, _ in curves for mean in means])
+    lowest, top = _y_limits([mean for _, means, _ in curves for mean in means])
     limits = min(lowest, *(mean - d for _, means, ds in curves for mean, d in zip(means, ds, strict=True))), top
     for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=False):
         one.set(xlabel=name, ylim=limits)
@@ -260,7 +260,7 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     save(figure, path)
 
 
-def _range(figures: Sequence[float]) -> tuple[float, float]:
+def _y_limits(figures: Sequence[float]) -> tuple[float, float]:
     """Return y limits from the best figure to where 90 % of the points are: the first points would squeeze the rest."""
     best, worst = min(figures), max(figures)
     third = sorted(figures)[(len(figures) * 9) // 10]
@@ -269,16 +269,16 @@ def _range(figures: Sequence[float]) -> tuple[float, float]:
     return best - room, top + room
 
 
-def _meant(run: Run) -> dict[str, Any]:
+def _without_seed(run: Run) -> dict[str, Any]:
     # A setting that did not exist when the run began had its default.
     usual = asdict(Settings())
-    settings = {key: run.settings.get(key, default) for key, default in usual.items() if key not in _ASIDE}
+    settings = {key: run.settings.get(key, default) for key, default in usual.items() if key not in _IGNORED}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
         chosen = "cell" in model  # a model with a choice of cells and patterns
         unused = {key for of, keys in _ONLY_OF.items() if chosen and of not in model.values() for key in keys}
         unused -= {key for of, keys in _ONLY_OF.items() if of in model.values() for key in keys}
-        task["model"] = {key: value for key, value in model.items() if key not in _ASIDE and key not in unused}
+        task["model"] = {key: value for key, value in model.items() if key not in _IGNORED and key not in unused}
     return {"task": task, "settings": settings}
 
 

@@ -7,7 +7,7 @@ from blocksparse.errors import BlockSparseError
 from ..machine import available_memory
 
 # Bytes per parameter: the parameter, its gradient, and the least state that an optimizer keeps.
-BYTES = 12
+BYTES_PER_PARAMETER = 12
 
 
 def check_room(what: str, parameters: float) -> None:
@@ -25,9 +25,9 @@ def check_room(what: str, parameters: float) -> None:
         available = available_memory()
     except (OSError, ValueError):  # memory unknown on this system: the allocation itself will fail
         return
-    if BYTES * parameters > available:
+    if BYTES_PER_PARAMETER * parameters > available:
         raise BlockSparseError.expected(
             what,
             f"a model that trains in the available {available / 1e9:,.1f} GB",
-            f"at least {parameters:,.0f} parameters, which need {BYTES * parameters / 1e9:,.1f} GB",
+            f"at least {parameters:,.0f} parameters, which need {BYTES_PER_PARAMETER * parameters / 1e9:,.1f} GB",
         )

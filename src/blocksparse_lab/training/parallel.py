@@ -30,19 +30,19 @@ class Parallel:
     @property
     def first(self) -> bool:
         """Whether this process prints and writes."""
-        return here()[0] == 0
+        return rank_and_size()[0] == 0
 
-    def joined(self) -> Any:
+    def join(self) -> Any:
         """Return a context with torchrun's process group, or with this process alone."""
         return group.process_group(self.timeout)
 
 
-def here() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of processes."""
     return (0, 1) if group.is_single_process() else (dist.get_rank(), dist.get_world_size())
 
 
-class Loss(nn.Module):
+class LossModule(nn.Module):
     """A task's loss as a module with the parameters of the task's model."""
 
     def __init__(self, task: Task):
@@ -55,7 +55,7 @@ class Loss(nn.Module):
         return self.task.loss(*inputs)
 
 
-class Averaged:
+class DistributedLoss:
     """The loss on this process's shard of a batch, whose gradients DDP averages. The task may change its model."""
 
     def __init__(self, task: Task, processes: int):
@@ -71,14 +71,14 @@ class Averaged:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has another name since PyTorch 2.13
                 wrapped = DistributedDataParallel(
-                    Loss(self.task), broadcast_buffers=False, find_unused_parameters=True, init_sync=False
+                    LossModule(self.task), broadcast_buffers=False, find_unused_parameters=True, init_sync=False
                 )
             self._made = parameters, wrapped
         return self._made[1](step)
 
 
 # Words in errors of gloo and NCCL, which a backward pass raises as plain RuntimeErrors.
-_OF_MESSAGES = ("gloo", "nccl", "c10d", "timeout", "timed out", "connection", "socket")
+_MESSAGE_WORDS = ("gloo", "nccl", "c10d", "timeout", "timed out", "connection", "socket")
 
 
 @contextmanager
@@ -87,14 +87,14 @@ def comm_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        of_messages = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_MESSAGES)
-        if group.is_single_process() or not of_messages:
+        is_message = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _MESSAGE_WORDS)
+        if group.is_single_process() or not is_message:
             raise
         with group.reraise_comm_errors():
             raise
 
 
-def agreed(value: int) -> int:
+def broadcast(value: int) -> int:
     """Return rank 0's value on all ranks."""
     return int(group.broadcast(torch.tensor(value)))
 
@@ -108,7 +108,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
     return {_name(kind, rank): state for rank, one in enumerate(states) for kind, state in one.items()}
 
 
-def take_rng_states(tensors: Mapping[str, Tensor], device: torch.device, seed: int, step: int, rank: int) -> None:
+def restore_rng_states(tensors: Mapping[str, Tensor], device: torch.device, seed: int, step: int, rank: int) -> None:
     """Restore this rank's generator states; if the checkpoint had fewer ranks, seed the generators."""
     if _name("cpu", rank) not in tensors:
         seed_process(seed, step, rank)

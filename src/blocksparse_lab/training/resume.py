@@ -29,7 +29,7 @@ class Progress(NamedTuple):
     codes: frozenset[str]
 
 
-def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
+def read_progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
     """Read the progress of a run of `steps` steps from its checkpoint's metadata."""
     logged, held_out, codes = about.get("logged"), about.get("held_out"), about.get("codes", [])
     if not isinstance(logged, list) or len(logged) != 2:
@@ -85,7 +85,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
 
 
 @contextmanager
-def taking_over(path: Path) -> Iterator[None]:
+def report_faults(path: Path) -> Iterator[None]:
     """Report errors within it as faults of the checkpoint."""
     try:
         yield
@@ -96,7 +96,7 @@ def taking_over(path: Path) -> Iterator[None]:
         raise BlockSparseError.expected(str(path), "the state of this task", got) from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
     """Read `result.json` without a check of its content."""
     try:
         return checkpoint.read_json(path)
@@ -104,9 +104,9 @@ def read(path: Path) -> dict[str, Any]:
         raise BlockSparseError(f"{error}; {_AGAIN}") from error
 
 
-def result(path: Path) -> dict[str, Any]:
+def checked_result(path: Path) -> dict[str, Any]:
     """Read `result.json` and check the numbers that every result has."""
-    found = read(path)
+    found = read_result(path)
     for name in ("held_out", "steps", "seconds", "bytes_per_second"):
         if not isinstance(found.get(name), int | float):
             wanted = f"a number; {_AGAIN}"

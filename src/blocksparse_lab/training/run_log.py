@@ -55,12 +55,12 @@ class RunLog:
     def is_empty(self) -> bool:
         return self.path.stat().st_size == 0
 
-    def cut(self, step: int, drop: bool = True) -> int:
+    def truncate_after(self, step: int, drop: bool = True) -> int:
         """Drop lines after `step` and an incomplete last line; return the step of the last remaining line.
 
         With `drop=False` the file does not change.
         """
-        with self._room():
+        with self._disk_errors():
             self._file.seek(0)
             kept = last = 0
             for line in self._file:
@@ -71,19 +71,19 @@ class RunLog:
                 self._file.truncate(kept)
         return last
 
-    def draw(self, after: int) -> bool:
+    def open_tensorboard(self, after: int) -> bool:
         """Send further lines to TensorBoard too, which drops its points after a step; False if it is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return False
-        with self._room():
+        with self._disk_errors():
             self._events = SummaryWriter(str(self.path.parent), purge_step=after + 1)
         return True
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line, and a point to each TensorBoard curve."""
-        with self._room():
+        with self._disk_errors():
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
             for name, value in record.items():
@@ -92,11 +92,11 @@ class RunLog:
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        with self._room():
+        with self._disk_errors():
             os.fsync(self._file.fileno())
 
     @contextmanager
-    def _room(self) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -9,7 +9,7 @@ from blocksparse.surgery.rewire import OnLayoutChange
 from blocksparse.surgery.weight_handle import handle_of
 
 
-def follow(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
+def sync_means(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
     """Return an `on_layout_change` that makes the means, by parameter name, fit the changed model.
 
     The mean of a new connection starts at its initial value.

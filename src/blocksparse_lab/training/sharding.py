@@ -52,17 +52,17 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, detached, sharing its memory."""
     return local_of(tensor.detach())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def copy_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Copy a tensor to the device, sharding and memory format of another tensor of the same shape."""
     if not isinstance(other, DTensor):
         return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -82,7 +82,7 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 handle_of(module).set_layout(layout, torch.full((layout.nnz,), -1))
     model.load_state_dict(
         {
-            name: like(tensors[name], own) if isinstance(own, DTensor) else tensors[name]
+            name: copy_like(tensors[name], own) if isinstance(own, DTensor) else tensors[name]
             for name, own in model.state_dict().items()
         }
     )

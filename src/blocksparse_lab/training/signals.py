@@ -17,7 +17,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
+def catch_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in the yielded list; the second signal raises KeyboardInterrupt."""
     caught: list[int] = []
 

@@ -27,7 +27,7 @@ from .cuda_graph import GraphedStep
 from .optimizers import learning_rate, optimizer_for
 from .run_log import NoLog, RunLog
 from .settings import FREE, Settings
-from .signals import Interrupted, signals
+from .signals import Interrupted, catch_signals
 
 
 class Diverged(BlockSparseError):
@@ -56,10 +56,10 @@ class Trainer:
     def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
         self.task, self.run, self.settings, self.facts = task, Path(run), settings, dict(facts or {})
         self.device = device_of(settings.device)
-        self.rank, self.processes = parallel.here()
+        self.rank, self.processes = parallel.rank_and_size()
         if self.processes > 1:
             task.split(self.rank, self.processes)
-        self._averaged_loss = parallel.Averaged(task, self.processes)
+        self._averaged_loss = parallel.DistributedLoss(task, self.processes)
         self.model = task.model.to(self.device)
         self.sharded = settings.shard and self.processes > 1
         if self.sharded:
@@ -70,7 +70,7 @@ class Trainer:
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
         self.optimizer = optimizer_for(list(self.parameters.values()), settings, self.device)
         task.attach(self.optimizer, self.ema)
-        self._take_model()
+        self._refresh_model()
         # Groups that the task added keep their rates in proportion to the first group's.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
@@ -86,7 +86,7 @@ class Trainer:
         self._graph: GraphedStep | None = None
         self._callbacks: tuple[Callback, ...] = (task,)
 
-    def _take_model(self) -> None:
+    def _refresh_model(self) -> None:
         """Use the task's current model and parameters."""
         self.model = self.task.model
         self.parameters = dict(self.model.named_parameters())
@@ -111,10 +111,10 @@ class Trainer:
                 is full. The newest checkpoint stays whole.
             Interrupted: SIGINT or SIGTERM arrived; the step was finished and saved. A second signal stops at once.
         """
-        with signals() as caught:
+        with catch_signals() as caught:
             for _ in self.steps(*callbacks, caught=caught):
                 pass
-        return resume.result(self.run / "result.json")
+        return resume.checked_result(self.run / "result.json")
 
     def steps(self, *callbacks: Callback, caught: Sequence[int] = ()) -> Generator[int]:
         """Train step by step; yield the number of steps done. A caller may stop early, which saves nothing.
@@ -133,21 +133,21 @@ class Trainer:
         result = self.run / "result.json"
         with RunLog(self.run) if self.rank == 0 else NoLog() as log, torch.random.fork_rng(devices):
             self._begin(log)
-            self._call("began", self.step)
-            if self.step == s.steps and parallel.agreed(result.exists()):
+            self._notify("began", self.step)
+            if self.step == s.steps and parallel.broadcast(result.exists()):
                 return
             if self.rank == 0 and result.exists():  # extended run: set its old results aside
                 for path in {*self.run.glob("*.json")} - {self.run / "config.json"}:
                     path.replace(path.with_suffix(".json.old"))
-            if not log.draw(self.step):
-                self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
+            if not log.open_tensorboard(self.step):
+                self._notify("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
-            self._graph = self._graphed()
+            self._graph = self._graphed_step()
             saved = self._resume_clock()
             while self.step < s.steps:
                 with self._phase("train"), parallel.comm_errors():
                     self._step()
-                self._call("after_step", self.step)
+                self._notify("after_step", self.step)
                 if self._due(s.log_every):
                     self._log(log)
                 if self._due(s.eval_every):
@@ -165,9 +165,9 @@ class Trainer:
                 yield self.step
             if self.rank == 0:
                 self._finish()
-            parallel.agreed(0)  # wait until the result is written
+            parallel.broadcast(0)  # wait until the result is written
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _notify(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*arguments)
 
@@ -182,11 +182,11 @@ class Trainer:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
 
     def _begin(self, log: RunLog | NoLog) -> None:
-        if parallel.agreed(self.path.exists()):
+        if parallel.broadcast(self.path.exists()):
             self.load()
-            finished = self.step == self.settings.steps and parallel.agreed((self.run / "result.json").exists())
-            if (last := int(log.cut(self.step, drop=not finished))) < self._logged[0] and self.rank == 0:
-                self._call("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
+            finished = self.step == self.settings.steps and parallel.broadcast((self.run / "result.json").exists())
+            if (last := int(log.truncate_after(self.step, drop=not finished))) < self._logged[0] and self.rank == 0:
+                self._notify("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
         elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
                 str(self.run), "last.safetensors beside log.jsonl", "none; use a new folder"
@@ -229,8 +229,8 @@ class Trainer:
 
     def _step(self) -> None:
         s = self.settings
-        self._call("before_step", self.step)
-        self._take_model()
+        self._notify("before_step", self.step)
+        self._refresh_model()
         for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
             rate = factor * learning_rate(s, self.step)
             if isinstance(group["lr"], Tensor):
@@ -255,7 +255,7 @@ class Trainer:
                 loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)
         loss = self._backward(loss)
         given = [p for p in self.parameters.values() if p.grad is not None]
-        norm = sharding.whole(nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]))
+        norm = sharding.full_tensor(nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]))
         self._loss.copy_(loss)
         self._norm.copy_(norm)
         self._total += self._loss
@@ -265,11 +265,11 @@ class Trainer:
         if self.settings.clip:
             nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
         self.optimizer.step()
-        self._call("after_update")
+        self._notify("after_update")
         self.optimizer.zero_grad()  # frees memory for evaluations, layout changes and checkpoints
         with torch.no_grad():
             for name, mean in self.ema.items():
-                sharding.local(mean).lerp_(sharding.local(self.parameters[name]), self._ema_weight)
+                sharding.local_shard(mean).lerp_(sharding.local_shard(self.parameters[name]), self._ema_weight)
 
     def _backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of the mean over the whole batch; return that mean."""
@@ -279,10 +279,10 @@ class Trainer:
         (loss * (self.task.share * self.processes)).backward()
         return all_reduce(loss.detach() * self.task.share)
 
-    def _graphed(self) -> GraphedStep | None:
+    def _graphed_step(self) -> GraphedStep | None:
         wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
         able = wanted and self.processes == 1 and self.task.inputs(self.step) is not None
-        return GraphedStep(self._work, lambda text: self._call("note", text)) if able else None
+        return GraphedStep(self._work, lambda text: self._notify("note", text)) if able else None
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
@@ -332,24 +332,24 @@ class Trainer:
         self._total.zero_()
         self._logged = (self.step, self.seconds)
         log.write(record)
-        self._call("logged", record)
+        self._notify("logged", record)
 
     def _evaluate(self, log: RunLog | NoLog) -> None:
         self._check_finite()
         self._stop_clock()
         devices = [self.device] if self.device.type == "cuda" else []
         self.model.eval()
-        with torch.no_grad(), self._autocast(), torch.random.fork_rng(devices), self._averaged():
+        with torch.no_grad(), self._autocast(), torch.random.fork_rng(devices), self._with_means():
             self.held_out = self.task.evaluate(self.model)
         reshard(self.model)  # free what the evaluation gathered
         self.model.train()
         record = {"step": self.step, "held_out": self.held_out, "seconds": self.seconds}
         log.write(record)
-        self._call("logged", record)
+        self._notify("logged", record)
         self._resume_clock()
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def _with_means(self) -> Iterator[None]:
         """Use the running means as the model's parameters within it, if there are any."""
         try:
             self._swap_means()
@@ -360,7 +360,7 @@ class Trainer:
     def _swap_means(self) -> None:
         # In place, because FSDP2 gathers from its own memory.
         for name, mean in self.ema.items():
-            own, other = sharding.local(self.parameters[name]), sharding.local(mean)
+            own, other = sharding.local_shard(self.parameters[name]), sharding.local_shard(mean)
             kept = own.clone()
             own.copy_(other)
             other.copy_(kept)
@@ -372,7 +372,9 @@ class Trainer:
             self._check_finite()
             self._stop_clock()
         learned = [*self.parameters.items(), *self.ema.items()]
-        broken = [nth for nth, (_, tensor) in enumerate(learned, 1) if not sharding.local(tensor).isfinite().all()]
+        broken = [
+            nth for nth, (_, tensor) in enumerate(learned, 1) if not sharding.local_shard(tensor).isfinite().all()
+        ]
         if last := all_max(max(broken, default=0))[0]:  # only one rank may have it
             raise self._diverged(
                 f"step {self.step}", "finite parameters", f"values that are not in {learned[last - 1][0]}"
@@ -410,12 +412,12 @@ class Trainer:
         """
         # Copy tensors one by one from the file: all at once would need the memory of two models.
         with checkpoint.opened(self.path) as (tensors, about):
-            self._check_same(about)
-            at = resume.progress(self.path, about, self.settings.steps)
+            self._check_identity(about)
+            at = resume.read_progress(self.path, about, self.settings.steps)
             state = {name: tensor.clone() for name, tensor in checkpoint.part(tensors, "task.").items()}
-            with resume.taking_over(self.path):
+            with resume.report_faults(self.path):
                 self.task.resume(state)
-                self._take_model()
+                self._refresh_model()
                 resume.check_tensors(self.path, tensors, self.model, self.ema)
                 # The model comes first: its layouts determine all further shapes.
                 if self.sharded:
@@ -423,27 +425,27 @@ class Trainer:
                 else:
                     self.model.load_state_dict(checkpoint.part(tensors, "model."))
                 for name, mean in checkpoint.part(tensors, "ema.").items():
-                    self.ema[name] = sharding.like(mean, self.parameters[name])
+                    self.ema[name] = sharding.copy_like(mean, self.parameters[name])
                 states = checkpoint.part(tensors, "optimizer.")
                 for name, parameter in self.parameters.items():
                     for key, tensor in checkpoint.part(states, f"{name}.").items():
                         self.optimizer.state[parameter][key] = _like(tensor, parameter)
                 self.task.load_state_dict(state)
                 self._total.copy_(tensors["trainer.total"])
-                parallel.take_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
+                parallel.restore_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
             self.step, self.seconds, self.cpu_seconds, self._logged, self.held_out, codes = at
             self._codes |= codes
             if (before := about.get("processes", 1)) != self.processes:
                 now = f"{self.processes} process{'es' * (self.processes > 1)}"
-                self._call(
+                self._notify(
                     "note", f"resumes on {now} after {before}: results may differ by rounding and by what dropout draws"
                 )
 
-    def _check_same(self, about: Mapping[str, Any]) -> None:
+    def _check_identity(self, about: Mapping[str, Any]) -> None:
         settings = about.get("settings", {})
         if not isinstance(settings, dict):
             raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
-        theirs = _flat({"task": about.get("task", {}), "settings": _complete(settings, self.settings)})
+        theirs = _flat({"task": about.get("task", {}), "settings": _with_defaults(settings, self.settings)})
         mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
         before, now = theirs.get("settings.steps"), mine["settings.steps"]
@@ -463,7 +465,7 @@ class Trainer:
             )
 
 
-def _complete(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
+def _with_defaults(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
     """Return saved settings, completed by the defaults of settings that did not exist when the run began.
 
     Older versions saved only the settings that all runs share. The recipe's own fields then count as equal, since the
@@ -492,7 +494,7 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Copy optimizer state to a parameter's device and, if the shapes agree, to its memory format, as Adam keeps it."""
     if tensor.shape != parameter.shape:
         return tensor.to(parameter.device, copy=True)
-    return sharding.like(tensor, parameter)
+    return sharding.copy_like(tensor, parameter)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from blocksparse.conversion import load_sparsified
 from blocksparse.errors import BlockSparseError
 
 
-def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+def read_checkpoint(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """Return path, tensors and task of a checkpoint, or of the newest one in a run's folder."""
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
@@ -28,7 +28,7 @@ def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tens
     return path, tensors, task
 
 
-def config_of(path: Path, task: dict[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
+def model_config(path: Path, task: dict[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
     """Return the configuration of a task's model."""
     config = task.get("model")
     if not isinstance(config, dict) or not config.keys() <= set(known):
@@ -40,7 +40,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
-def parameters_of(path: Path, config: Any) -> Iterator[None]:
+def report_bad_parameters(path: Path, config: Any) -> Iterator[None]:
     """Report errors of building a model and loading its state as faults of the checkpoint."""
     try:
         yield
@@ -48,7 +48,7 @@ def parameters_of(path: Path, config: Any) -> Iterator[None]:
         raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
 
 
-def load(
+def load_model(
     path: str | Path,
     kind: str,
     expected: str,
@@ -66,11 +66,11 @@ def load(
         sizes: returns the configuration entries that are sizes of some tensor.
         empty: entries for which no layout is drawn, as the tensors bring the layouts.
     """
-    path, tensors, task = read(path, kind, expected)
-    given = config_of(path, task, {field.name for field in fields(config)}, f"a {model.__name__}")
+    path, tensors, task = read_checkpoint(path, kind, expected)
+    given = model_config(path, task, {field.name for field in fields(config)}, f"a {model.__name__}")
     usual = asdict(config()) | given
     checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes(usual)})
-    with parameters_of(path, given):
+    with report_bad_parameters(path, given):
         of = config(**given)
         with torch.device("meta"):
             made = model(replace(of, **empty, seed=0))
