@@ -25,7 +25,7 @@ from ..surgery.carry import carry_over, carry_parameter, own_names
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
-from ..surgery.replace import _Change, _check_optimizer, check_replaceable, replace_modules, settings_of
+from ..surgery.replace import ParameterChange, check_changes, check_replaceable, constructor_arguments, replace_modules
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 DENSE: dict[Any, Any] = {Linear: nn.Linear}
@@ -86,7 +86,7 @@ def densify(model: nn.Module, inplace: bool = False, optimizer: torch.optim.Opti
     densifier = _Densifier(model)
     new = {module: densifier.dense(module) for module in model.modules() if _is_sparse(module)}
     densifier.check_ties(new)
-    _check_optimizer(optimizer, densifier.changes)
+    check_changes(optimizer, densifier.changes)
     model = replace_modules(model, new)
     for change in densifier.changes:
         change.apply(optimizer)
@@ -109,10 +109,10 @@ class _Densifier:
 
     def __init__(self, model: nn.Module):
         self._names = {module: name for name, module in model.named_modules()}
-        self._changes: dict[Tensor, tuple[_Change, Any]] = {}
+        self._changes: dict[Tensor, tuple[ParameterChange, Any]] = {}
 
     @property
-    def changes(self) -> list[_Change]:
+    def changes(self) -> list[ParameterChange]:
         """The parameters with their replacements."""
         return [change for change, _ in self._changes.values()]
 
@@ -158,7 +158,7 @@ class _Densifier:
         """
         if old not in self._changes:
             dense = carry_parameter(old, nn.Parameter(new.detach(), requires_grad=old.requires_grad), convert)
-            self._changes[old] = _Change(name, old, dense, convert, grows=True), key
+            self._changes[old] = ParameterChange(name, old, dense, convert, grows=True), key
         change, known = self._changes[old]
         if known != key:
             raise BlockSparseError(
@@ -210,7 +210,7 @@ class _Densifier:
         kind = SEVERAL.get(type(module))
         if kind is None:
             return dense
-        new_module = kind(**settings_of(dense, type(dense)), device="meta")
+        new_module = kind(**constructor_arguments(dense, type(dense)), device="meta")
         for key, parameter in dense.named_parameters(recurse=False):
             if key in new_module._parameters:
                 setattr(new_module, key, parameter)

@@ -21,7 +21,7 @@ from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.carry import carry_over
 from ..surgery.model_tools import copy_model
-from ..surgery.prunable import Skip, skipped
+from ..surgery.prunable import Skip, find_skipped
 from ..surgery.replace import check_replaceable, replace_modules
 
 QUANTIZED: dict[type[nn.Module], Any] = {
@@ -63,7 +63,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
-    skipped_modules, _ = skipped(model, skip)
+    skipped_modules, _ = find_skipped(model, skip)
     layers = {
         name: layer
         for name, layer in model.named_modules()

@@ -15,7 +15,7 @@ from ..nn.weight_norm import WeightNorm
 from ..surgery.blocks import Blocks
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer, trained_names
-from ..surgery.prunable import Prunable, Skip, skipped
+from ..surgery.prunable import Prunable, Skip, find_skipped
 from ..surgery.rewire import rewire
 from .selection import Criterion, Plan, ScoredSelection
 
@@ -39,7 +39,7 @@ def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
     Raises:
         BlockSparseError: values that are computed from others, tied, or stored by several processes together.
     """
-    skipped_modules, skipped_names = skipped(model, skip)
+    skipped_modules, skipped_names = find_skipped(model, skip)
     skipped_modules |= {module.module for module in model.modules() if isinstance(module, WeightNorm)}
     owners: dict[Tensor, str] = {}
     stored = {}

@@ -21,7 +21,7 @@ from ..sparsity.calibration.reconstruction import fit
 from ..surgery.carry import REASONS
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
-from ..surgery.prunable import Prunable, Skip, Unexpected, skipped, survey
+from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
 from .sparser import dense_name, make_sparser, stored_weights
@@ -30,7 +30,7 @@ from .speed import Example, checked_tokens, keep_faster
 # A warning reports densities that miss the target by more than this fraction of it.
 DENSITY_TOLERANCE = 0.1
 
-SPARSE_ALREADY = "block-sparse already: sparsify its layer alone, or densify it first"
+SPARSE_ALREADY = "it is block-sparse already: sparsify its layer alone, or densify it first"
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ class Survey:
 def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Skip) -> Survey:
     """Sort the weights of a model by whether they can become block-sparse, or are already."""
     found = survey(model, block_size, skip)
-    skipped_modules, _ = skipped(model, skip)
+    skipped_modules, _ = find_skipped(model, skip)
     return Survey(
         weights={weight.name: weight for weight, reason in found if reason is None},
         reasons={weight.name: reason for weight, reason in found if reason is not None},
@@ -208,7 +208,7 @@ def select_blocks(
     for argument, named in (("layouts", layouts), ("density", density)):
         for name in named if isinstance(named, Mapping) else ():
             if reason := found.reasons.get(name) or (name in found.sparse and SPARSE_ALREADY):
-                raise BlockSparseError.expected(argument, f"weights that can be block-sparse, not {name}", reason)
+                raise BlockSparseError(f"{argument}: {name} cannot be block-sparse: {reason}")
     selection: Selection
     if layouts is not None:
         selection = FixedSelection(found.weights, layouts)

@@ -28,7 +28,7 @@ from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
 from .carry import own_forward
 from .mixtures import is_experts
-from .references import held_elsewhere
+from .references import find_references
 from .sharding import unwrapped_class
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
@@ -36,8 +36,8 @@ __all__ = ["Prunable", "Skip", "prunable", "survey"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
 SKIPPED = "skipped"
-PARAMETRIZED = "parametrized: torch.nn.utils.parametrize.remove_parametrizations first"
-ALONE = "fully_shard was applied to it alone: apply it to a module that it is in, or skip it"
+PARAMETRIZED = "parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+ALONE = "fully_shard was applied to it alone: apply fully_shard to its parent, or skip it"
 
 CONVOLUTIONS: dict[type[nn.Module], Any] = {
     nn.Conv1d: Conv1d,
@@ -57,12 +57,12 @@ RECURRENT: dict[type[nn.Module], Any] = {
     nn.GRUCell: GRUCell,
     nn.RNNCell: RNNCell,
 }
-# Linear layers of the library transformers; its Conv1D has a transposed weight.
+# Linear layers of the transformers library; the weight of its Conv1D is transposed.
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
-# A weight that its blocks pad to more numbers than this, and to more than TIMES its own, stays dense.
-MAX_PADDED, TIMES = 2**24, 16
-# The base of layers with adapters of the library peft.
+# A weight stays dense if its blocks pad it to more parameters than both this and PADDING_FACTOR times its own.
+MAX_PADDED, PADDING_FACTOR = 2**24, 16
+# The base class of layers with adapters in the peft library.
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
 NO_COUNTERPART: dict[type[nn.Module], str] = {
@@ -73,7 +73,7 @@ NO_COUNTERPART: dict[type[nn.Module], str] = {
 
 
 class Unexpected(str):
-    """A reason why a weight stays dense that its owner may not know of: who replaces weights says it."""
+    """A reason why a weight stays dense that may surprise its owner, so a warning reports it."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Prunable:
     """A dense weight that can become block-sparse.
 
     Args:
-        name: of the parameter in the model, "encoder.0.weight" or "lstm.weight_hh_l0".
-        module: that has it.
-        parameter: its name there.
-        blocks: how it falls into blocks.
+        name: the parameter's name in the model, such as "encoder.0.weight" or "lstm.weight_hh_l0".
+        module: the module of the parameter.
+        parameter: the parameter's name in the module.
+        blocks: its blocks.
     """
 
     name: str
@@ -98,12 +98,12 @@ class Prunable:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(rows, columns) of its blocks."""
+        """(rows, columns) of a block."""
         return self.blocks.block_shape
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of its layouts, whole blocks."""
+        """(out, in) of its layouts, padded to whole blocks."""
         return self.blocks.shape
 
     @property
@@ -112,57 +112,54 @@ class Prunable:
         return self.blocks.grid
 
     def matrix(self) -> Tensor:
-        """The weight as `[out, in]`, or `[out, in, *kernel]`: a view of the parameter, which can be written to."""
+        """Return the weight as `[out, in, *kernel]`, a writable view of the parameter."""
         return self.blocks.matrix(self.tensor)
 
     def padded(self) -> Tensor:
-        """`matrix()` with zeros up to whole blocks, the shape of its layouts; differentiable.
-
-        Of an LSTM each gate has its own zeros.
-        """
+        """Return `matrix()` padded with zeros to whole blocks, each gate of an LSTM by itself; differentiable."""
         return self.blocks.padded(self.tensor)
 
     def in_blocks(self, block_shape: tuple[int, int]) -> Prunable:
-        """The same weight, to have blocks of another shape."""
+        """Return the weight with blocks of another shape."""
         return replace(self, blocks=_blocks_of(self.module, self.parameter, block_shape))
 
     def stored(self, layout: BlockLayout) -> int:
-        """How many numbers the weight has with this layout, those that pad its blocks among them."""
+        """Return the number of parameters that the weight stores with this layout, padding included."""
         return layout.nnz * math.prod(layout.block_shape) * self.blocks.taps
 
     def check_fit(self, layout: BlockLayout) -> None:
-        """Raises a BlockSparseError unless the layout is of the weight's padded shape."""
+        """Raise a BlockSparseError unless the layout has the weight's padded shape."""
         shape = self.in_blocks(layout.block_shape).shape
         if shape != layout.shape:
             raise BlockSparseError.expected(f"the layout of {self.name}", f"shape {shape}", repr(layout))
 
     @property
     def obstacle(self) -> str | None:
-        """Why the weight cannot be replaced, its name apart; or None."""
+        """The reason why the weight cannot be replaced, or None; tied and skipped weights are not considered."""
         module, parameter = self.module, self.tensor
         kind = type(module)
         if isinstance(parameter, nn.UninitializedParameter):
-            return Unexpected("not initialized yet: call the model once before")
+            return Unexpected("not initialized yet: call the model once first")
         if parameter.dtype not in DTYPES:
             return f"{parameter.dtype} is not supported"
         if 0 in parameter.shape:
-            return f"it has no numbers, {list(parameter.shape)}"
-        for key, value in vars(module).items():  # where the parameters it is computed from have longer names
+            return f"it is empty, {list(parameter.shape)}"
+        for key, value in vars(module).items():  # computed from parameters such as weight_g, weight_v
             if isinstance(value, Tensor) and any(name.startswith(f"{key}_") for name in module._parameters):
                 return Unexpected(
-                    f"its module computes {key} from other parameters in each call (remove_weight_norm, "
-                    "remove_spectral_norm or prune.remove of torch.nn.utils makes it a parameter)"
+                    f"its module computes {key} from other parameters in each call: call remove_weight_norm, "
+                    "remove_spectral_norm or prune.remove of torch.nn.utils first"
                 )
         if is_parametrized(module):
             return Unexpected(PARAMETRIZED)
         if why := own_forward(module):
             return Unexpected(why)
-        numbers, (rows, columns) = math.prod(self.shape) * self.blocks.taps, self.block_shape
-        if numbers > max(MAX_PADDED, TIMES * parameter.numel()):
-            return f"blocks of {rows} x {columns} would pad its {parameter.numel()} numbers to {numbers}"
+        padded, (rows, columns) = math.prod(self.shape) * self.blocks.taps, self.block_shape
+        if padded > max(MAX_PADDED, PADDING_FACTOR * parameter.numel()):
+            return f"blocks of {rows} x {columns} would pad its {parameter.numel()} parameters to {padded}"
         if isinstance(module, Recurrent) and not is_dense_recurrent(module):
             fits = self.parameter in module.sizes and not self.blocks.needs_padding
-            return None if fits else "no multiple of the block"
+            return None if fits else "its sizes are not multiples of the block"
         if is_dense_recurrent(module):
             known = self.parameter.startswith("weight_")
         elif kind is nn.MultiheadAttention or isinstance(module, MultiWeightModule) or is_experts(module):
@@ -174,8 +171,8 @@ class Prunable:
         if not known:
             if kind in KNOWN or isinstance(module, MultiWeightModule):
                 return f"{self.parameter} is not multiplied with the inputs"
-            before = unwrapped_class(module)
-            if before is not kind and (before in KNOWN or qualified(before) in TRANSFORMERS):
+            unwrapped = unwrapped_class(module)
+            if unwrapped is not kind and (unwrapped in KNOWN or qualified(unwrapped) in TRANSFORMERS):
                 return ALONE if self.parameter.startswith("weight") else "not multiplied with the inputs"
             if self.has_own_forward:
                 return Unexpected(f"{kind.__name__} may use its weight in another way than its base class")
@@ -191,40 +188,39 @@ class Prunable:
 
     @property
     def has_own_forward(self) -> bool:
-        """Whether its module is one of those known by its base class, with a forward of its own."""
-        if not isinstance(self.module, KNOWN):  # a ScriptModule's class has no forward to ask for
+        """Whether the module is of a subclass of a known class, with a forward of its own."""
+        if not isinstance(self.module, KNOWN):  # the class of a ScriptModule has no forward
             return False
         forward = type(self.module).forward
         return all(forward is not base.forward for base in KNOWN)
 
     @property
     def values_name(self) -> str:
-        """The name of the parameter in the model once the weight is block-sparse."""
-        several = has_several_weights(self.module)  # each with its name
-        return f"{self.name}.values" if several else f"{self.name.removesuffix('weight')}values"
+        """The name of the values in the model once the weight is block-sparse."""
+        prefix = f"{self.name}." if has_several_weights(self.module) else self.name.removesuffix("weight")
+        return f"{prefix}values"
 
 
 def prunable(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[Prunable]:
-    """Lists every weight of a model that can become block-sparse, in the order of `named_modules`.
+    """List every weight of a model that can become block-sparse, in the order of `named_modules`.
 
-    These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of
-    recurrent layers and cells, of multi-head attention, of the linear layer that the transformers library calls Conv1D
-    and of its experts that compute what MixtralExperts does; and dense weights of `blocksparse.nn`'s modules that have
-    several. Weights that have two names (tied ones) stay dense, and so do subclasses, which may use their weight in
-    another way, and adapters of the library peft.
+    These are the weights of linear layers, convolutions without groups, their transposes, recurrent layers
+    and cells, and multi-head attention; of Conv1D and the experts of mixtures in the transformers library; and dense
+    weights of `blocksparse.nn`'s modules with several weights. Tied weights stay dense, and so do subclasses, which may
+    use their weight differently, and adapters of the peft library.
 
     Args:
         model: any module, or one such layer.
-        block_size: an int or (rows, columns). What is no multiple of it is padded.
-        skip: modules of the model with all that is in them; names of modules or parameters, or patterns of names as
-            in a shell, "encoder.layers.*" say.
-        empty: whether parameters may be on the meta device: for those who do not look at the values.
+        block_size: an int or (rows, columns) (default 32); other sizes are padded.
+        skip: modules to leave out with all that is in them, names of modules or parameters, or shell patterns such as
+            "encoder.layers.*".
+        empty: whether parameters may be on the meta device, for callers that do not read values.
 
     Raises:
-        BlockSparseError: no module, one on the meta device, an invalid block size, something to skip that the model
-            does not have.
+        BlockSparseError: not a module, a model on the meta device, an invalid block size, or a name in `skip` that the
+            model does not have.
 
     >>> import torch
     >>> from blocksparse.surgery.prunable import prunable
@@ -238,17 +234,17 @@ def prunable(
 def survey(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
-    """Lists every parameter of two axes or more with None, or why it cannot become block-sparse; see `prunable`."""
+    """List every parameter of two or more axes with the reason why it cannot become block-sparse, or None."""
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     block = checked_block(block_size)
-    skipped_modules, skipped_names = skipped(model, skip)
+    skipped_modules, skipped_names = find_skipped(model, skip)
     owners: dict[Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append(_dotted(name, key))
     found = []
-    inside = _inside(model)
+    inside = _dense_inside_parents(model)
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             continue
@@ -265,11 +261,13 @@ def survey(
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
             found.append((weight, reason))
-    return _without_held(model, found)
+    return _without_referenced(model, found)
 
 
-def _without_held(model: nn.Module, found: list[tuple[Prunable, str | None]]) -> list[tuple[Prunable, str | None]]:
-    """Adds a reason to weights that the model also uses by other ways than its tree of modules."""
+def _without_referenced(
+    model: nn.Module, found: list[tuple[Prunable, str | None]]
+) -> list[tuple[Prunable, str | None]]:
+    """Add a reason to weights that the model also refers to outside of its tree of modules."""
     attentions: dict[nn.Module, nn.Module] = {
         each.out_proj: each for each in model.modules() if isinstance(each, nn.MultiheadAttention)
     }
@@ -278,37 +276,42 @@ def _without_held(model: nn.Module, found: list[tuple[Prunable, str | None]]) ->
         for weight, reason in found
         if reason is None
     }
-    held = held_elsewhere(model, [each for several in replaced.values() for each in several]) if replaced else {}
-    ways = {weight: [held[each] for each in several if each in held] for weight, several in replaced.items()}
-    return [(weight, held_by(ways[weight][0]) if ways.get(weight) else reason) for weight, reason in found]
+    places = find_references(model, [each for group in replaced.values() for each in group]) if replaced else {}
+    reasons = {
+        weight: reason_of_reference(places[each])
+        for weight, group in replaced.items()
+        for each in group
+        if each in places
+    }
+    return [(weight, reasons.get(weight, reason)) for weight, reason in found]
 
 
-def held_by(where: str) -> Unexpected:
-    """The reason of a layer that something besides the modules it is in refers to."""
-    return Unexpected(f"{where} refers to it too, and would use the old one: have it look the layer up in the model")
+def reason_of_reference(where: str) -> Unexpected:
+    """Return why a layer stays that something refers to outside of the tree of modules."""
+    return Unexpected(f"{where} refers to it too, and would keep the old layer: look the layer up in the model instead")
 
 
-def sort_out(
+def split_refused(
     model: nn.Module, skip: Skip, refusal: Callable[[Prunable], str | None]
 ) -> tuple[list[Prunable], dict[str, str]]:
-    """The weights that could be replaced and are not refused, and the reasons for the others by name."""
+    """Return the weights that can be replaced and are not refused, and why others are not, by name."""
     found = [(weight, reason or refusal(weight)) for weight, reason in survey(model, 1, skip)]
     left = {weight.name: reason for weight, reason in found if reason is not None}
     return [weight for weight, _ in found if weight.name not in left], left
 
 
-def weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:
-    """Finds the weights that layouts are given for, by name, after checking that each fits."""
+def find_weights(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:
+    """Find the weights that layouts are given for, by name, and check that the layouts fit."""
     known = {weight.name: (weight, reason) for weight, reason in survey(model, 1, empty=True)}
     found = {}
     for name, layout in layouts.items():
         check_layout(layout)
-        weight, reason = known.get(name, (None, "the model has none of this name"))
+        weight, reason = known.get(name, (None, "the model has no parameter of this name"))
         if weight is not None:
             weight = weight.in_blocks(layout.block_shape)
             reason = weight.obstacle or reason
         if weight is None or reason is not None:
-            raise BlockSparseError.expected("layouts", f"weights that can be block-sparse, not {name}", reason)
+            raise BlockSparseError(f"layouts: {name} cannot be block-sparse: {reason}")
         weight.check_fit(layout)
         found[name] = weight
     return found
@@ -320,9 +323,9 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
         return Blocks((0, 0), block)
     if is_dense_recurrent(module):
         parts = 1 if parameter.startswith("weight_hr") else RECURRENT.get(type(module), module).gates
-        # Everything that concerns hidden units has the same padding: a step uses what the last one left.
-        both = math.lcm(*block)
-        multiple = both, block[1] if parameter.startswith("weight_ih") else both
+        # Hidden units are outputs of one step and inputs of the next, so both have the same padding.
+        hidden = math.lcm(*block)
+        multiple = hidden, block[1] if parameter.startswith("weight_ih") else hidden
     elif (isinstance(module, Experts) or is_experts(module)) and tensor.dim() == 3:
         return Blocks(tensor.shape, block, len(tensor), stacked=True)
     elif isinstance(module, MultiWeightModule) and parameter in module.sizes:
@@ -339,8 +342,8 @@ def _is_weight(key: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2
 
 
-def skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
-    """The modules that are to be left as they are, and the names of parameters."""
+def find_skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
+    """Return the modules to leave as they are, and the names of parameters to leave."""
     modules: set[nn.Module] = set()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named = dict(model.named_modules(remove_duplicate=False))
@@ -362,25 +365,25 @@ def skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
 
 
 def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
-    """The name itself where it is one, or those that fit the pattern."""
+    """Return the name itself if it is there, or the names that match it as a pattern."""
     if not isinstance(pattern, str):
         return []
     return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
 
 
 def is_dense_recurrent(module: nn.Module) -> bool:
-    """Whether it is a recurrent layer or a cell, PyTorch's or ours, without padding: all of its weights are dense."""
+    """Check whether a module is a recurrent layer or cell, PyTorch's or ours, with dense weights only."""
     kind = type(module)
     return kind in RECURRENT or (kind in RECURRENT.values() and not any(True for _ in module.children()))
 
 
 def has_several_weights(module: nn.Module) -> bool:
-    """Whether the module has several weights, which can become block-sparse one by one."""
+    """Check whether a module has several weights, which can become block-sparse one by one."""
     return isinstance(module, (*RECURRENT, nn.MultiheadAttention, MultiWeightModule)) or is_experts(module)
 
 
 def weights_of_parts(module: Any) -> tuple[str, ...]:
-    """The names of the weights of a module that has several, besides those of the modules in it."""
+    """Return the names of the weights of a module with several, without those of submodules."""
     if isinstance(module, MultiWeightModule):
         return tuple(module.sizes)
     if is_experts(module):
@@ -388,17 +391,17 @@ def weights_of_parts(module: Any) -> tuple[str, ...]:
     return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
 
 
-def _inside(model: nn.Module) -> dict[nn.Module, str]:
-    """Why modules stay dense because of the ones that they are in."""
+def _dense_inside_parents(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules that stay dense because of their parents, with the reasons."""
     reasons: dict[nn.Module, str] = {}
     for module in model.modules():
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
-            reasons[module.out_proj] = Unexpected(f"inside of {kind.__name__}, a subclass of MultiheadAttention")
+            reasons[module.out_proj] = Unexpected(f"inside {kind.__name__}, a subclass of MultiheadAttention")
         elif isinstance(module, nn.MultiheadAttention) and (why := own_forward(module)):
             reasons[module.out_proj] = Unexpected(why)
         if isinstance(module, WeightNorm):
-            reasons[module.module] = "only its direction counts, in a WeightNorm: blocksparse.nn.fold first"
+            reasons[module.module] = "inside a WeightNorm, only its direction counts: call blocksparse.nn.fold first"
         if is_parametrized(module):
             reasons |= dict.fromkeys(module.parametrizations.modules(), Unexpected(PARAMETRIZED))  # type: ignore[union-attr]
         if any(qualified(base) == ADAPTED for base in kind.__mro__):

@@ -1,4 +1,4 @@
-"""Finds layers that a model holds outside of its tree of modules as well, and replaces those that can be."""
+"""Finds modules that a model also refers to outside of its tree of modules, and replaces some of these references."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ from torch import Tensor, nn
 
 from .carry import OF_MODULE, functions_of, own_names
 
-# More objects are not looked at, where a model holds a data set, say; the nearest ones come first.
-MOST = 1_000_000
+# A model may hold a data set, so the search ends after this many objects; it is breadth-first.
+MAX_OBJECTS = 1_000_000
 
 LIBRARIES = frozenset({"torch", "blocksparse", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 DICTS = dict, OrderedDict, defaultdict
-# Modules of Python's own whose objects may hold what a user puts into them, such as UserDict and an lru_cache.
-HOLDERS = frozenset({"collections", "functools", "itertools", "weakref"})
+# Standard modules whose objects may contain a user's objects, such as UserDict and lru_cache.
+CONTAINER_MODULES = frozenset({"collections", "functools", "itertools", "weakref"})
 CONTAINERS = list, deque, tuple, set, frozenset, *DICTS
 WEAK = WeakSet, WeakKeyDictionary, WeakValueDictionary
-# What a deep copy does not copy, or only as references to the same objects.
+# copy.deepcopy does not copy these, or keeps their references to the original objects.
 UNCOPIED = FunctionType, type, weakref.ref, type(cache(len)), *WEAK
-# The ways to a module: by attributes and containers only, by what copies copy too, by what they share.
+# How a model refers to a module: by attributes and containers only; by objects that deep copies copy; by objects that
+# deep copies share.
 PLAIN, DEEP, SHARED = range(3)
 HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
-def held_elsewhere(model: nn.Module, targets: Collection[Any]) -> dict[Any, str]:
-    """Finds modules and parameters that functions and objects of a model refer to by themselves, and where.
+def find_references(model: nn.Module, targets: Collection[Any]) -> dict[Any, str]:
+    """Find the targets that functions and objects of a model refer to directly, and where.
 
-    Those are closures, bound methods, partials, hooks, weak references, and objects of the user's classes. Modules in
-    plain lists, tuples, dicts, sets and attributes are not among them: `replace_held` replaces these.
+    Such references are closures, bound methods, partials, hooks, weak references, and objects of the user's classes.
+    Modules in plain lists, tuples, dicts, sets and attributes are left out: `replace_references` replaces these.
 
     Args:
-        model: whose modules' attributes, hooks and methods are looked at.
-        targets: modules, and parameters of them.
+        model: the model whose attributes, hooks and methods are searched.
+        targets: modules and parameters.
     """
     found: dict[Any, str] = {}
     for target, where, way in _references(model, targets):
@@ -60,34 +61,34 @@ def held_elsewhere(model: nn.Module, targets: Collection[Any]) -> dict[Any, str]
 
 
 def shared_with_copies(model: nn.Module) -> str | None:
-    """Where a function or a weak reference of a model refers to a part of it, which no deep copy changes; or None."""
+    """Return where a model has a function or weak reference to a part of it, which deep copies would share; or None."""
     parts = [*model.modules(), *model.parameters()]
     return next((where for _, where, way in _references(model, parts) if way == SHARED), None)
 
 
 def _references(model: nn.Module, targets: Collection[Any]) -> Iterator[tuple[Any, str, int]]:
-    """Targets that a model refers to besides its tree of modules: each with where, and by which way."""
-    wanted = {id(target): target for target in targets}
+    """Yield targets that a model refers to outside of its tree of modules, with the place and the way."""
+    by_id = {id(target): target for target in targets}
     modules = {id(module) for module in model.modules()}
     packages = {_package(type(module).__module__) for module in model.modules()} - LIBRARIES
     seen: set[tuple[int, int]] = set()
     queue = deque(_roots(model))
-    while queue and len(seen) < MOST:
+    while queue and len(seen) < MAX_OBJECTS:
         value, where, way = queue.popleft()
         if isinstance(value, UNCOPIED):
             way = SHARED
         if (id(value), way) in seen:
             continue
         seen.add((id(value), way))
-        if id(value) in wanted:
-            yield wanted[id(value)], where, way
+        if id(value) in by_id:
+            yield by_id[id(value)], where, way
         elif id(value) not in modules:
             way = way if _is_container(value) else max(way, DEEP)
             queue.extend((each, where, way) for each in _referents(value, packages))
 
 
-def replace_held(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts modules in the places of others in the attributes of a model's modules, and in containers there."""
+def replace_references(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules in the attributes of a model's modules, and in containers there."""
     for module in model.modules():
         for key, value in _attributes(module):
             changed = _replaced(value, new, set())
@@ -96,7 +97,7 @@ def replace_held(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _replaced(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) -> Any:
-    """The value, or what takes its place; a list, dict or set stays the same object."""
+    """Return a value with modules replaced; a list, dict or set stays the same object."""
     if isinstance(value, nn.Module):
         return new.get(value, value)
     if not _is_container(value) or id(value) in seen:
@@ -124,15 +125,15 @@ def _replaced(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) ->
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that are neither PyTorch's own nor those of a library's class."""
+    """Return the attributes of a module that neither PyTorch nor a library's class has set."""
     kind = next(base for base in type(module).__mro__ if _package(base.__module__) in LIBRARIES)
     own = OF_MODULE | own_names(kind)
-    own |= {"_compiled_call_impl"}  # which copies do without
+    own |= {"_compiled_call_impl"}  # copies do not have it
     return [(key, value) for key, value in vars(module).items() if key not in own]
 
 
 def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
-    """What modules of the model hold, besides their parts: each with where it is, and by which way."""
+    """Yield the values that a model's modules refer to, except submodules, with the place and the way."""
     kinds: set[type] = set()
     for name, module in model.named_modules():
         for key, value in _attributes(module):
@@ -149,12 +150,12 @@ def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
     for kind in kinds:
         yield kind, f"the class {kind.__name__}", DEEP
         for function in functions_of(kind):
-            if not function.__name__.startswith("__"):  # `__setattr__` does not compute
+            if not function.__name__.startswith("__"):  # methods such as `__setattr__` do not compute
                 yield function, f"{kind.__name__}.{function.__name__}", DEEP
 
 
 def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
-    """What a value holds, as far as a model may call it by that way."""
+    """Return the objects in a value that a model may call through it."""
     if isinstance(value, Tensor | str | bytes | int | float | ModuleType | torch.optim.Optimizer):
         return ()
     if isinstance(value, type):
@@ -162,7 +163,7 @@ def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, MethodType):
-        # An object whose method is called is looked at, even if only a library's class would have it.
+        # The object of a bound method is searched, even one of a library's class.
         return value.__func__, value.__self__
     if isinstance(value, BuiltinMethodType):
         return (value.__self__,)
@@ -175,12 +176,12 @@ def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
     module = type(value).__module__
     if isinstance(value, WEAK):
         return (*value.values(), *value.keys()) if isinstance(value, Mapping) else tuple(value)
-    known = _is_container(value) or isinstance(value, partial | MappingProxyType) or module in HOLDERS
+    known = _is_container(value) or isinstance(value, partial | MappingProxyType) or module in CONTAINER_MODULES
     return get_referents(value) if known or _package(module) in packages or _is_users(module) else ()
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    """The attributes of a user's class that are no functions, which `_roots` looks at where they compute."""
+    """Yield the attributes of a user's class except functions; `_roots` yields those that compute."""
     if _is_users(kind.__module__):
         yield from (each for each in vars(kind).values() if not isinstance(each, FunctionType))
 
@@ -189,7 +190,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
     yield function.__defaults__
     yield function.__kwdefaults__
@@ -201,7 +202,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 @cache
 def _globals_of(code: CodeType) -> frozenset[str]:
-    """The names of global variables that code reads, and functions in it."""
+    """Return the names of global variables that code reads, with the functions in it."""
     inside = (_globals_of(each) for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL").union(*inside)
 
@@ -216,6 +217,6 @@ def _package(module: str | None) -> str:
 
 @cache
 def _is_users(module: str | None) -> bool:
-    """Whether a module of Python's is neither of a library that is installed nor one of Python's own."""
+    """Check whether a Python module belongs neither to an installed library nor to the standard library."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return _package(module) not in LIBRARIES and "site-packages" not in file and "dist-packages" not in file

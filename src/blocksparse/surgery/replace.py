@@ -1,4 +1,4 @@
-"""Replaces dense weights of a model by block-sparse ones, in place."""
+"""Replaces modules of a model in place, above all dense ones by block-sparse ones."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .prunable import (
     TRANSPOSED,
     Prunable,
     Skip,
+    find_weights,
     has_several_weights,
-    held_by,
     is_dense_recurrent,
     prunable,
     qualified,
+    reason_of_reference,
     survey,
-    weights_of,
 )
-from .references import held_elsewhere, replace_held
+from .references import find_references, replace_references
 from .sharding import is_dtensor, may_be_sharded, sharding
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
     "survey",
 ]
 
-# Called with a model of which modules were replaced, so that other libraries can be told; see `integrations`.
+# Functions to call with a model after its modules were replaced; `integrations` adds one for transformers.
 after_replacing: list[Callable[[nn.Module], None]] = []
 
 
@@ -58,130 +58,136 @@ after_replacing: list[Callable[[nn.Module], None]] = []
 def replace_with_sparse(
     model: nn.Module, layouts: Mapping[str, BlockLayout], optimizer: torch.optim.Optimizer | None = None
 ) -> nn.Module:
-    """Replaces dense modules by block-sparse ones with these layouts and the weights' values, in place.
+    """Replace dense weights of a model by block-sparse ones on these layouts, in place.
 
-    Other parameters, biases say, stay the same objects, but for those of an LSTM that has to be padded. A module that
-    has two parents is exchanged in both. A new parameter takes the place of the old one in the optimizer's groups, with
-    what the optimizer keeps for each weight.
+    Other parameters stay the same objects, except those of recurrent layers that need padding. A module with two
+    parents is replaced in both. In the optimizer new parameters replace the old ones, and their state follows.
 
     Args:
         model: any module.
-        layouts: by the name of the weight, as `prunable` gives it; of its padded shape.
-        optimizer: one that trains these weights, or some of them, or None.
+        layouts: the layouts, of the weights' padded shapes, by the names that `prunable` gives.
+        optimizer: an optimizer that trains some of these weights, or None.
 
     Returns:
-        The model; another object only where the model itself is the module that is exchanged.
+        The model. This is another object only if the model itself is the module that is replaced.
     """
-    weights = weights_of(model, layouts)
+    weights = find_weights(model, layouts)
     of_module: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
     for name, weight in weights.items():
         of_module.setdefault(weight.module, []).append((weight, layouts[name]))
-    # PyTorch's attention reads the weight of its output's projection itself.
+    # PyTorch's attention reads the weight of its output projection, so both are replaced together.
     of_module |= {
         module: []
         for module in model.modules()
         if type(module) is nn.MultiheadAttention and module.out_proj in of_module and module not in of_module
     }
-    changes: list[_Change] = []
+    changes: list[ParameterChange] = []
     new = {module: _sparse_module(module, chosen, changes) for module, chosen in of_module.items()}
-    _check_optimizer(optimizer, changes)
+    check_changes(optimizer, changes)
     model = replace_modules(model, new)
     for change in changes:
         change.apply(optimizer)
-    taken: dict[Tensor, nn.Parameter] = {change.old: change.new for change in changes}
+    parameters: dict[Tensor, nn.Parameter] = {change.old: change.new for change in changes}
     for old, replacement in new.items():
         if may_be_sharded(old):
-            sharding().hand_over(old, replacement, taken)
+            sharding().hand_over(old, replacement, parameters)
     _avoid_fused_encoders(model)
     return model
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Puts modules in the places of others, in plain attributes and containers of the model's modules too.
+    """Replace modules of a model, also in plain attributes and containers of its modules.
 
-    Undoes it where a module of the user's refuses one, with any error.
+    If a module of the user's raises an error, all is undone.
     """
     replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in list(model.named_modules(remove_duplicate=False)):
-            taking = new.get(module)
-            if not name or taking is None:
+            replacement = new.get(module)
+            if not name or replacement is None:
                 continue
             parent, _, key = name.rpartition(".")
             holder = new.get(model, model).get_submodule(parent)
-            if getattr(holder, key, None) is module:  # what took the parent's place may have others in it
-                setattr(holder, key, taking)
+            if getattr(holder, key, None) is module:  # the parent's replacement may have other modules
+                setattr(holder, key, replacement)
                 replaced.append((holder, key, module))
     except BaseException:
         for holder, key, module in reversed(replaced):
             setattr(holder, key, module)
         raise
     model = new.get(model, model)
-    replace_held(model, new)
-    for old, taking in new.items():
-        hand_over_hooks(old, taking)
+    replace_references(model, new)
+    for old, replacement in new.items():
+        hand_over_hooks(old, replacement)
     for call in after_replacing:
         call(model)
     return model
 
 
 def check_replaceable(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raises a BlockSparseError where another module cannot take the place of one of these, whichever it is."""
+    """Raise a BlockSparseError if one of these modules cannot be replaced by any other."""
     names = {module: name or "the model" for name, module in model.named_modules()}
-    parts: dict[Any, nn.Module] = {}
+    owners: dict[Any, nn.Module] = {}
     for module in modules:
         if why := own_forward(module):
             raise BlockSparseError(f"{names[module]} cannot be replaced: {why}")
-        parts |= {each.values: module for each in module.modules() if isinstance(each, BlockSparseModule)}
-        parts[module] = module
-    for part, where in held_elsewhere(model, list(parts)).items():
-        raise BlockSparseError(f"{names[parts[part]]} cannot be replaced: {held_by(where)}")
+        owners |= {each.values: module for each in module.modules() if isinstance(each, BlockSparseModule)}
+        owners[module] = module
+    for target, where in find_references(model, list(owners)).items():
+        raise BlockSparseError(f"{names[owners[target]]} cannot be replaced: {reason_of_reference(where)}")
 
 
 # -- one module --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Change:
-    """A parameter and its replacement; `take` converts the state of the old one to that of the new one."""
+class ParameterChange:
+    """A parameter and its replacement.
+
+    Args:
+        name: the old parameter's name in the model.
+        old, new: the parameters.
+        convert: maps a tensor of the old shape, such as its optimizer state, to the new shape.
+        grows: whether the new parameter has weights that did not exist before.
+    """
 
     name: str
     old: nn.Parameter
     new: nn.Parameter
-    take: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor], Tensor]
     grows: bool = False
-    """Whether the new parameter has weights that did not exist before."""
 
     def apply(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Replace the parameter in its optimizers."""
         if optimizer is not None or trainers_of(self.old):
-            absent = self.take(torch.ones_like(self.old)) == 0 if self.grows else None
-            replace_parameter(optimizer, self.old, self.new, self.take, absent)
+            absent = self.convert(torch.ones_like(self.old)) == 0 if self.grows else None
+            replace_parameter(optimizer, self.old, self.new, self.convert, absent)
 
 
 Chosen = Sequence[tuple[Prunable, BlockLayout]]
 
 
 def sparse_module(chosen: Chosen) -> nn.Module:
-    """Makes the block-sparse counterpart of a module, which shares its other parameters."""
+    """Build the block-sparse counterpart of a module, which shares its other parameters."""
     return _sparse_module(chosen[0][0].module, chosen, [])
 
 
-def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+def _sparse_module(module: Any, chosen: Chosen, changes: list[ParameterChange]) -> nn.Module:
     layouts = {weight.parameter: layout for weight, layout in chosen}
     if is_dense_recurrent(module):
-        return _filled_several(module, _unfilled_recurrent(module, chosen), chosen, changes)
+        return _fill_weights(module, _recurrent_without_values(module, chosen), chosen, changes)
     if type(module) is nn.MultiheadAttention:
-        attention = MultiheadAttention(**settings_of(module, MultiheadAttention), layouts=layouts, device="meta")
+        arguments = constructor_arguments(module, MultiheadAttention)
+        attention = MultiheadAttention(**arguments, layouts=layouts, device="meta")
         attention.out_proj = module.out_proj
-        return _filled_several(module, attention, chosen, changes)
+        return _fill_weights(module, attention, chosen, changes)
     if is_experts(module):
         count, hidden, intermediate = module.down_proj.shape
         experts = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
-        return _filled_several(module, experts, chosen, changes)
-    if has_several_weights(module):  # ours, of which some more become block-sparse: a copy, with all else
-        return module.with_weights(
-            {weight.parameter: _filled(Weight(layout, "meta"), weight, layout, changes) for weight, layout in chosen}
-        )
+        return _fill_weights(module, experts, chosen, changes)
+    if has_several_weights(module):  # ours: a copy in which these weights are block-sparse
+        new = {w.parameter: _fill_weight(Weight(layout, "meta"), w, layout, changes) for w, layout in chosen}
+        return module.with_weights(new)
     ((weight, layout),) = chosen
     rows, columns = weight.blocks.size_of_matrix
     options: dict[str, Any] = {"layout": layout, "bias": module.bias is not None, "device": "meta"}
@@ -193,60 +199,63 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
     new.bias = module.bias
     if qualified(type(module)) == CONV1D:
         new.dense_kind = type(module)
-    return carry_over(module, _filled(new, weight, layout, changes), _name_of(chosen))
+    return carry_over(module, _fill_weight(new, weight, layout, changes), _name_of(chosen))
 
 
-def _filled_several(module: Any, new: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
-    """A counterpart with several weights, on the meta device, with the chosen ones' values and the other parameters."""
+def _fill_weights(module: Any, new: Any, chosen: Chosen, changes: list[ParameterChange]) -> nn.Module:
+    """Fill a counterpart on the meta device with the chosen weights' values and the module's other parameters."""
     weights = {weight.parameter: (weight, layout) for weight, layout in chosen}
     for key, old in module.named_parameters(recurse=False):
         if key in weights:
-            _filled(getattr(new, key), *weights[key], changes)
+            _fill_weight(getattr(new, key), *weights[key], changes)
             continue
-        if key not in new._parameters:  # one of the user's
+        if key not in new._parameters:  # a user added it
             continue
         shape = tuple(getattr(new, key).shape)
         if shape == tuple(old.shape):
             setattr(new, key, old)
-        else:  # padded, of a recurrent layer
-            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else new.gates)
-            padded = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
-            setattr(new, key, carry_parameter(old, padded, take))
-            changes.append(_Change(key, old, padded, take))
+        else:  # recurrent layers pad
+            convert = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else new.gates)
+            padded = nn.Parameter(convert(old.detach()), requires_grad=old.requires_grad)
+            setattr(new, key, carry_parameter(old, padded, convert))
+            changes.append(ParameterChange(key, old, padded, convert))
     return carry_over(module, new, _name_of(chosen))
 
 
 def _name_of(chosen: Chosen) -> str:
-    """The name of the module that has these weights, if any."""
+    """Return the name of the module with these weights; "" without weights."""
     return chosen[0][0].name.removesuffix(chosen[0][0].parameter).rstrip(".") if chosen else ""
 
 
-def _unfilled_recurrent(module: Any, chosen: Chosen) -> Any:
+def _recurrent_without_values(module: Any, chosen: Chosen) -> Any:
+    """Build the counterpart of a recurrent layer on the meta device."""
     kind = RECURRENT.get(type(module), type(module))
     layouts = {weight.parameter: layout for weight, layout in chosen}
-    new = kind(**settings_of(module, kind), layouts=layouts, device="meta")
+    new = kind(**constructor_arguments(module, kind), layouts=layouts, device="meta")
     for key, old in module.named_parameters(recurse=False):
-        made = new._parameters.get(key)  # None where it is one of the user's
-        if key not in layouts and made is not None and made.shape != old.shape and is_dtensor(old):
+        padded = new._parameters.get(key)  # None for a parameter that a user added
+        if key not in layouts and padded is not None and padded.shape != old.shape and is_dtensor(old):
             name = f"{_name_of(chosen)}.{key}".lstrip(".")
-            expected = f"{list(made.shape)}, whole blocks, as FSDP2 has sharded it (by blocks that divide hidden_size)"
-            raise BlockSparseError.expected(name, expected, list(old.shape))
+            raise BlockSparseError(
+                f"{name} would be padded from {list(old.shape)} to {list(padded.shape)}, but FSDP2 has sharded it: use "
+                "blocks that divide hidden_size, or sparsify before fully_shard"
+            )
     return new
 
 
 def check_padding(weights: Iterable[Prunable]) -> None:
-    """Raises a BlockSparseError where replacing all these weights would pad another that FSDP2 has sharded."""
+    """Raise a BlockSparseError if replacing these weights would pad another parameter that FSDP2 has sharded."""
     recurrent: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
     for weight in weights:
         if is_dense_recurrent(weight.module):
             any_layout = BlockLayout.from_indices([0], [0], weight.grid, weight.block_shape)
             recurrent.setdefault(weight.module, []).append((weight, any_layout))
     for module, chosen in recurrent.items():
-        _unfilled_recurrent(module, chosen)
+        _recurrent_without_values(module, chosen)
 
 
-def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, Any]:
-    """The arguments of a class of ours with several weights for one that is as the module, PyTorch's or ours."""
+def constructor_arguments(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, Any]:
+    """Return the arguments with which a class of ours builds a module with the settings of this one."""
     names = signature(kind).parameters
     settings = {name: value for name, value in vars(module).items() if name in names}
     if isinstance(module, nn.MultiheadAttention | MultiheadAttention):
@@ -254,17 +263,18 @@ def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, 
     return settings
 
 
-def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> Any:
-    """A module on the meta device with the values that the weight has on the layout."""
-    old, take = weight.tensor, partial(values_of, weight.blocks, layout)
-    values = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
+def _fill_weight(new: Any, weight: Prunable, layout: BlockLayout, changes: list[ParameterChange]) -> Any:
+    """Fill a module on the meta device with the values of a dense weight on its layout."""
+    old, convert = weight.tensor, partial(values_of, weight.blocks, layout)
+    values = nn.Parameter(convert(old.detach()), requires_grad=old.requires_grad)
     new.values = carry_parameter(old, values, lambda tensor: values_of(weight.blocks, new.layout, tensor))
     new.reset_layout_buffers(old.device)
-    changes.append(_Change(weight.name, old, new.values, take))
+    changes.append(ParameterChange(weight.name, old, new.values, convert))
     return new
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[_Change]) -> None:
+def check_changes(optimizer: torch.optim.Optimizer | None, changes: Sequence[ParameterChange]) -> None:
+    """Raise a BlockSparseError if the optimizer trains none of the parameters, or its state cannot follow."""
     if optimizer is None or not changes:
         return
     names = {change.name: change.old for change in changes}
@@ -275,7 +285,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[
 
 
 def _avoid_fused_encoders(model: nn.Module) -> None:
-    """Turns off the fused inference of PyTorch's encoder layers, which reads the weights of their linear layers."""
+    """Turn off the fused inference of PyTorch's encoder layers, which reads weights of their linear layers directly."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if isinstance(module.linear1, Linear) or isinstance(module.linear2, Linear):

@@ -15,7 +15,7 @@ from ...checked import number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ...surgery.model_tools import copy_model
-from ...surgery.prunable import Prunable, Skip, prunable, weights_of
+from ...surgery.prunable import Prunable, Skip, find_weights, prunable
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
 from .activations import MIN_FRACTION
@@ -138,7 +138,7 @@ def fit(
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
     """
-    mine, theirs = (_products(each, weights_of(each, layouts)) for each in (model, dense))
+    mine, theirs = (_products(each, find_weights(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
     passes = Passes(dense, batches, theirs, norms)
     fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
-from ...surgery.prunable import Prunable, Skip, sort_out
+from ...surgery.prunable import Prunable, Skip, split_refused
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Supported by both cuSPARSELt and CUTLASS.
@@ -48,7 +48,7 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
             semi_structured_refusal(weight.matrix()) if kind is nn.Linear else f"a {kind.__name__} is no linear layer"
         )
 
-    chosen, left = sort_out(model, skip, refusal)
+    chosen, left = split_refused(model, skip, refusal)
     if not chosen:
         reasons = ", ".join(f"{name}: {reason}" for name, reason in left.items()) or "no weight"
         raise BlockSparseError.expected("model", "a linear layer whose weight can be converted", reasons)

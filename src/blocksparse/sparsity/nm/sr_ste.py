@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.model_tools import add_parametrization, remove_parametrization
-from ...surgery.prunable import Prunable, Skip, sort_out
+from ...surgery.prunable import Prunable, Skip, split_refused
 from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
 
@@ -63,7 +63,7 @@ class SRSTE(TrainingMethod):
             inputs = weight.matrix().shape[1]
             return f"{inputs} inputs are no multiple of {m}" if inputs % m else None
 
-        chosen, self.left = sort_out(model, skip, refusal)
+        chosen, self.left = split_refused(model, skip, refusal)
         if not chosen:
             raise BlockSparseError.expected("model", f"a weight that can be {n}:{m} sparse", self.left or "no weight")
         self.weights = tuple(weight.name for weight in chosen)

@@ -17,7 +17,7 @@ from ...errors import BlockSparseError, Page, SparsityWarning
 from ...nn.module import BlockSparseModule
 from ...surgery.agreement import check_layouts
 from ...surgery.optimizer import check_optimizer
-from ...surgery.prunable import Skip, skipped
+from ...surgery.prunable import Skip, find_skipped
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.sharding import reshard
 from ...surgery.weight_handle import WeightHandle, handle_of
@@ -180,7 +180,7 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
                 Page.SPARSE_TRAINING,
             )
     whole = nn.ModuleList(roots) if is_list else roots[0]
-    skipped_modules, skipped_parameters = skipped(whole, skip)
+    skipped_modules, skipped_parameters = find_skipped(whole, skip)
     chosen = {
         name: module
         for name, module in whole.named_modules()
