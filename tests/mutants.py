@@ -1,12 +1,12 @@
-"""Breaks a copy of the project in small ways, one at a time, and reports which of them the tests notice.
+"""Break a copy of the project in small ways, one at a time, and report which of them the tests notice.
 
     python tests/mutants.py                        all of mutants.toml
     python tests/mutants.py --only gelu-constant   one, or several
     python tests/mutants.py --tests 2031115        with the tests of another commit
 
-A mutant is caught where one of its test files fails, or does not end; a test that fails without it too is a false
-alarm. Mutants of the core run with the portable kernels alone, which are built for each; others with the core that is
-there.
+A mutant is caught if one of its test files fails or does not end. A test that fails without the mutant too is a false
+alarm. Mutants of the core run with the portable kernels only, which are rebuilt for each; the others use the installed
+core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class Mutant:
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str:
-        """The text of its file, broken; a ValueError unless what it replaces is there exactly once."""
+        """Return the broken text of its file.
+
+        Raises:
+            ValueError: the text to replace is not there exactly once.
+        """
         if text.count(self.find) != 1:
             raise ValueError(
                 f"{self.name}: expected once in {self.file}, got {text.count(self.find)} times: {self.find}"
@@ -51,7 +55,7 @@ def mutants(path: Path = LIST) -> list[Mutant]:
 
 
 def copy_project(to: Path, tests: str | None) -> None:
-    """The files that git tracks, as they are now, and with the tests of a commit if one is given."""
+    """Copy the files that git tracks in their present state, with the tests of a commit if one is given."""
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]
     for name in listed:
         if (ROOT / name).is_file() and not (tests and name.startswith("tests/")):
@@ -63,7 +67,7 @@ def copy_project(to: Path, tests: str | None) -> None:
 
 
 def build(project: Path) -> bool:
-    """Builds the core in place; False where that fails."""
+    """Build the core in place, and return whether that worked."""
     ccache = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={found}"] if (found := shutil.which("ccache")) else []
     configure = ["cmake", "-S", ".", "-B", "build/mutants", "-G", "Ninja", "-DBLOCKSPARSE_PORTABLE_ONLY=ON",
                  f"-DPython_EXECUTABLE={sys.executable}", *ccache]  # fmt: skip
@@ -78,22 +82,22 @@ def build(project: Path) -> bool:
 
 
 def failing(project: Path, tests: tuple[str, ...]) -> str | None:
-    """The first of these tests that fails, or else what went wrong; None where all pass."""
+    """Return the first of these tests that fails, or another failure of the run; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not full", "--hypothesis-seed=0", *tests]
     environment = {**os.environ, "PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1"}
-    shutil.rmtree(project / ".hypothesis", ignore_errors=True)  # where failures of another mutant are kept
+    shutil.rmtree(project / ".hypothesis", ignore_errors=True)  # it has failures of other mutants
     try:
         done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return "no end"
-    if done.returncode in (0, 5):  # all pass, or there are none
+    if done.returncode in (0, 5):  # all pass, or there are no tests
         return None
-    said = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return said[0].partition(" - ")[0] if said else f"exit status {done.returncode}"
+    names = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return names[0].partition(" - ")[0] if names else f"exit status {done.returncode}"
 
 
 def attempt(mutant: Mutant, project: Path) -> tuple[str, str]:
-    """What became of a mutant, and by which test."""
+    """Return the outcome of a mutant, and the test that decided it."""
     path = project / mutant.file
     right = path.read_text()
     compiled = mutant.file.startswith("csrc/")
@@ -113,12 +117,12 @@ def attempt(mutant: Mutant, project: Path) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this one alone; may be repeated")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this mutant; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the project in which mutants run (default 1)")
     parser.add_argument("--tests", metavar="COMMIT", help="with the tests of this commit")
     options = parser.parse_args()
     chosen = [mutant for mutant in mutants() if not options.only or mutant.name in options.only]
-    # Those of the core last, as each leaves its build behind.
+    # Mutants of the core come last, as each leaves its build behind.
     chosen.sort(key=lambda mutant: mutant.file.startswith("csrc/"))
     for mutant in chosen:
         mutant.applied((ROOT / mutant.file).read_text())

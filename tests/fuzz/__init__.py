@@ -1,7 +1,7 @@
-"""Random calls of the compiled core, without end: `make fuzz`, and `make sanitize` under the sanitizers.
+"""Random calls of the compiled core: `make fuzz`, and `make sanitize` under the sanitizers.
 
-A case is a dictionary of plain numbers and names, drawn from (seed, index), which says all: the operation, the layout,
-how its operands lie in memory, the seed of their numbers, and the reason if the library must refuse it. Each runs on
-every instruction set that the CPU has, on operands and outputs that are allocations of their own, full of NaN where
-nothing is, against float64.
+A case is a dictionary of numbers and names, drawn from (seed, index), which determines the whole test: the operation,
+the layout, the strides of operands, the seed of their elements, and the reason if the library must refuse it. Each case
+runs on every instruction set of the CPU. Operands and outputs are separate allocations filled with NaN, and results are
+compared with float64.
 """

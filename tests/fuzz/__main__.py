@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 CORE = os.environ.get("BLOCKSPARSE_FUZZ_CORE")
-if CORE:  # another build of the core than the installed one, before anything imports that
+if CORE:  # use another build of the core, before anything imports the installed one
     spec = importlib.util.spec_from_file_location("blocksparse._core", CORE)
     sys.modules["blocksparse._core"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["blocksparse._core"])

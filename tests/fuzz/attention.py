@@ -1,4 +1,4 @@
-"""Attention by the blocks of layouts, one for all heads or one for each, and its gradients."""
+"""Attention on layouts, one for all heads or one per head, with its gradients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 import blocksparse as bs
 
 from .calls import DTYPES, Calls, Fault
-from .layouts import draw_layout, layout_of, normal, touched
+from .layouts import build_layout, draw_layout, normal, touched
 
-# Of the largest score and the largest number: a softmax turns the error of a score into a factor.
+# Error per largest score and largest element: softmax turns the error of a score into a factor.
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
@@ -37,7 +37,7 @@ def draw(rng: Random) -> dict:
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
     dtype, batch, heads = DTYPES[case["dtype"]], case["batch"], case["heads"]
-    layouts = [layout_of(each, numbers) for each in case["layouts"]]
+    layouts = [build_layout(each, numbers) for each in case["layouts"]]
     given = layouts if len(layouts) == heads and not (case["one"] and heads == 1) else layouts[0]
     layouts = layouts if isinstance(given, list) else layouts[:1] * heads
     queries, keys = layouts[0].shape
@@ -56,7 +56,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
-        # Of a query that sees no key.
+        # A query may see no key.
         return scores.masked_fill(~seen.any(-1, keepdim=True), 0).softmax(-1).masked_fill(~seen, 0) @ v
 
     expected = outputs_and_gradients(dense, [operand.double() for operand in operands], grad.double())

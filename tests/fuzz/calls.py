@@ -1,4 +1,4 @@
-"""One case: its calls on each instruction set, counted, and the references for their results."""
+"""Calls of one case on each instruction set, and error bounds for their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.ops import cpu_core
 
 DTYPES = {str(dtype)[6:]: dtype for dtype in cpu_core.DTYPES}
-# Half the distance of two numbers at 1, and at 0.
+# Half the distance between neighbouring numbers, at 1 and at 0.
 ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 1e-35, torch.float64: 1e-300, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
 
@@ -21,7 +21,7 @@ class Fault(AssertionError):
 
 
 class Calls:
-    """Runs functions on each instruction set and counts: `counts[op, isa, dtype]`."""
+    """Runs functions on each instruction set and counts the calls by (op, isa, dtype)."""
 
     def __init__(self, isas: list[str] | None = None):
         self.isas = isas or [name for name, here in cpu_core.isas().items() if here]
@@ -33,7 +33,9 @@ class Calls:
     def on_each(
         self, op: str, dtype: torch.dtype | None, call: Callable, check: Callable, threads: int = 1, any_isa=False
     ) -> None:
-        """Checks what `call` returns on each instruction set, or `NotImplemented`; more threads give the very same."""
+        """Check the result of `call` on each instruction set, unless it is `NotImplemented`; more threads must give
+        equal bits.
+        """
         for isa in self.isas[-1:] if any_isa else self.isas:
             try:
                 with cpu_core.use_isa(isa):
@@ -61,7 +63,7 @@ class Calls:
             torch.set_num_threads(1)
         for one, other in zip(_tensors(expected), _tensors(got), strict=True):
             if not same_bits(one, other):
-                raise Fault(f"not the same on {threads} threads: {where(one, other, one != other)}")
+                raise Fault(f"not the same on {threads} threads: {describe_error(one, other, one != other)}")
 
 
 def _tensors(results) -> list[Tensor]:
@@ -74,16 +76,16 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sum_bound(terms: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The error bound of a sum of `count` products: count + 2 roundings of `terms`, the sum of their sizes.
+    """Return the error bound of a sum of `count` products, given `terms`, the sum of their absolute values.
 
-    Twice that, as the float64 it is held against rounds too. Source: Higham, Accuracy and Stability of Numerical
-    Algorithms (2002), section 3.1.
+    The bound is count + 2 roundings of `terms`, doubled since the float64 reference rounds too. Source: Higham,
+    Accuracy and Stability of Numerical Algorithms (2002), section 3.1.
     """
     return 2 * (count + 2) * ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32] * terms
 
 
 def assert_within(got: Tensor, expected: Tensor, bound: Tensor | float, what: str = "result") -> None:
-    """Each number within its bound and the rounding of the result to its dtype, to infinity where that has no more."""
+    """Compare each element with its bound plus the rounding to its dtype; overflow to infinity is accepted."""
     if got.shape != expected.shape:
         raise Fault(f"{what}: {list(got.shape)} for {list(expected.shape)}")
     dtype = got.dtype
@@ -91,16 +93,16 @@ def assert_within(got: Tensor, expected: Tensor, bound: Tensor | float, what: st
     wrong = ~((got.double() - expected).abs() <= bound + 1.01 * ROUNDING[dtype] * size + SMALLEST[dtype])
     wrong &= ~(got.isinf() & (got.sign() == expected.sign()) & (size >= torch.finfo(dtype).max))
     if wrong.any():
-        raise Fault(f"{what}: {where(got, expected, wrong)}")
+        raise Fault(f"{what}: {describe_error(got, expected, wrong)}")
 
 
 def assert_same(got: Tensor, expected: Tensor, what: str = "result") -> None:
     if got.shape != expected.shape or not torch.equal(got, expected):
-        raise Fault(f"{what}: {where(got, expected, got != expected)}")
+        raise Fault(f"{what}: {describe_error(got, expected, got != expected)}")
 
 
-def where(got: Tensor, expected: Tensor, wrong: Tensor) -> str:
-    """The first wrong number."""
+def describe_error(got: Tensor, expected: Tensor, wrong: Tensor) -> str:
+    """Describe the first wrong element."""
     at = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else ()
     return f"{got[at]} for {expected[at]} at {list(at)}, {int(wrong.sum())} of {wrong.numel()} wrong"
 
@@ -108,16 +110,28 @@ def where(got: Tensor, expected: Tensor, wrong: Tensor) -> str:
 # -- activations -----------------------------------------------------------------------------------------------------
 
 ACTIVATIONS = (None, None, "relu", "gelu", "silu")
-# How much faster than its input each one changes at most.
-STEEPEST = {None: 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}
+# Lipschitz constants.
+LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}
 
 
-def activated(expected: Tensor, bound: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The result and its bound behind an activation; those of float32 are polynomials, good to 1e-5 of themselves."""
+def exact_output(
+    exact: tuple[Tensor, Tensor], bias: Tensor | None, count: int, activation: str | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the output of an exact product after bias and activation, and its bound; `exact` is (sums, terms)."""
+    expected, terms = exact
+    if bias is not None:
+        expected, terms = expected + bias.double(), terms + bias.double().abs()
+    return activate(expected, sum_bound(terms, count, dtype), activation, dtype)
+
+
+def activate(expected: Tensor, bound: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the result of an activation and its bound; in float32, activations are polynomials with a relative error
+    of 1e-5.
+    """
     if activation is None:
         return expected, bound
     function = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[activation]
     result = function(expected)
     # GELU in float64 is 1 + erf, which cancels on the negative side.
     own = (2e-15 * expected.abs() if dtype == torch.float64 else 2e-5 * result.abs()) if activation != "relu" else 0
-    return result, STEEPEST[activation] * bound + own
+    return result, LIPSCHITZ[activation] * bound + own

@@ -1,4 +1,4 @@
-"""From (seed, index) to a case, and from a case to its calls."""
+"""Draw cases from (seed, index), and run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocksparse import BlockSparseError
 from . import attention, convolutions, elementwise, mistakes, products, recurrent
 from .calls import Calls, Fault
 
-# The families: how often, how they are drawn, how they run.
+# Families of cases: weight, function that draws, function that runs.
 FAMILIES = {
     "linear": (8, products.draw_linear, products.run),
     "csr": (5, products.draw_csr, products.run),
@@ -28,16 +28,17 @@ FAMILIES = {
 
 
 def draw(seed: int, index: int) -> dict:
-    """The case of this seed and index: the same on every machine."""
+    """Draw the case of this seed and index, which is the same on every machine."""
     rng = Random(f"{seed} {index}")
-    (family,) = rng.choices(list(FAMILIES), [often for often, *_ in FAMILIES.values()])
+    (family,) = rng.choices(list(FAMILIES), [weight for weight, *_ in FAMILIES.values()])
     return {"family": family, "numbers": rng.getrandbits(32), **FAMILIES[family][1](rng)}
 
 
 def run(case: dict, calls: Calls) -> None:
-    """Raises what went wrong, a `Fault` where a result is.
+    """Run a case, and raise if anything goes wrong; a wrong result is a `Fault`.
 
-    `case["refused"]`, "argument: reason", is there if the library must refuse the case, by an error about the argument.
+    If the library must refuse the case, `case["refused"]` is "argument: reason", and the error must be about the
+    argument.
     """
     torch.set_num_threads(1)
     reason = case.get("refused")

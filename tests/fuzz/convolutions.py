@@ -1,4 +1,4 @@
-"""The convolutions over one to three axes, their transposes, and the gradients of their values."""
+"""Convolutions over one to three axes, transposed ones, and gradients of their values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from blocksparse import to_dense
 from blocksparse.ops.conv import cpu
 from blocksparse.ops.conv.plan import Axis
 
-from .calls import ACTIVATIONS, DTYPES, Calls, activated, assert_within, sum_bound
-from .layouts import SPREADS, at, draw_block, draw_layout, layout_of, normal, spread
+from .calls import DTYPES, Calls, assert_within, exact_output, sum_bound
+from .layouts import build_layout, draw_block, draw_layout, draw_options, normal, take_blocks, vary
 from .memory import whole
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -30,17 +30,14 @@ def draw(rng: Random) -> dict:
         "images": rng.choice((0, 1, 1, 1, 2, 3)),
         "axes": [_draw_axis(rng, {1: 70, 2: 14, 3: 6}[dims]) for _ in range(dims)],
         "transpose": rng.random() < 0.5,
-        "dtype": rng.choice(list(DTYPES)),
-        "offset": rng.choice((0, 0, 1, 3)),
-        "spread": rng.choice(SPREADS),
-        "bias": rng.random() < 0.5,
-        "activation": rng.choice(ACTIVATIONS),
-        "threads": 2 if rng.random() < 0.1 else 1,
+        **draw_options(rng),
     }
 
 
 def _draw_axis(rng: Random, longest: int) -> list[int]:
-    """[big, small, kernel, stride, padding, dilation], whose two images need not reach as far as each other."""
+    """Draw [input, output, kernel, stride, padding, dilation]; the input may end before or after the last position of
+    the kernel.
+    """
     kernel = rng.choice((1, 1, 2, 3, 3, 4, 5))
     stride, dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 1, 2, 3))
     reach = dilation * (kernel - 1) + 1
@@ -52,29 +49,27 @@ def _draw_axis(rng: Random, longest: int) -> list[int]:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
-    layout, dtype, images = layout_of(case["layout"], numbers), DTYPES[case["dtype"]], case["images"]
+    layout, dtype, images = build_layout(case["layout"], numbers), DTYPES[case["dtype"]], case["images"]
     axes = [Axis(*axis) for axis in case["axes"]]
     big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("input", "output", "kernel"))
     transpose, kind, offset = case["transpose"], case["spread"], case["offset"]
     outs, ins = layout.shape[::-1] if transpose else layout.shape
-    values = whole(spread(numbers, normal(numbers, *layout.values_shape, *kernel), kind), dtype, offset)
+    values = whole(vary(numbers, normal(numbers, *layout.values_shape, *kernel), kind), dtype, offset)
     bias = whole(normal(numbers, outs), dtype, offset) if case["bias"] else None
     threads, taps = case["threads"], int(np.prod(kernel))
 
     def image(space: list[int], channels: int) -> Tensor:
-        return whole(spread(numbers, normal(numbers, images, *space, channels), kind), dtype, offset)
+        return whole(vary(numbers, normal(numbers, images, *space, channels), kind), dtype, offset)
 
     weight = to_dense(values.double(), layout)
     weight = weight.transpose(0, 1) if transpose else weight
     for transposed in (False, True):
         x, size = image(small if transposed else big, ins), big if transposed else small
-        # The weight of the dense ones is [channels of the small image, channels of the big one].
+        # PyTorch's weight is [channels of the output image, channels of the input image].
         dense = weight.transpose(0, 1) if transposed else weight
         product = _scatter if transposed else _gather
-        expected, terms = (product(a, b, axes) for a, b in ((x.double(), dense), (x.double().abs(), dense.abs())))
-        if bias is not None:
-            expected, terms = expected + bias.double(), terms + bias.double().abs()
-        expected, bound = activated(expected, sum_bound(terms, ins * taps, dtype), case["activation"], dtype)
+        exact = product(x.double(), dense, axes), product(x.double().abs(), dense.abs(), axes)
+        expected, bound = exact_output(exact, bias, ins * taps, case["activation"], dtype)
         calls.on_each(
             f"conv {'transposed' if transposed else 'gather'}",
             dtype,
@@ -87,7 +82,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
         grad, x = image(size, layout.shape[0]), image(small if transposed else big, layout.shape[1])
         small_one, big_one = (x, grad) if transposed else (grad, x)
         expected, terms = (
-            _blocks(_wgrad(a, b, axes), layout, transposed)
+            take_blocks(_wgrad(a, b, axes).transpose(0, 1) if transposed else _wgrad(a, b, axes), layout)
             for a, b in ((small_one.double(), big_one.double()), (small_one.double().abs(), big_one.double().abs()))
         )
         bound = sum_bound(terms, images * int(np.prod(small)), dtype)
@@ -101,12 +96,12 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
 
 def _reach(axis: Axis) -> int:
-    """The big positions that the small image meets, from -padding on."""
+    """Return the number of input positions that the output covers, from -padding on."""
     return (axis.output - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
 
 
 def _padded(image: Tensor, axes: list[Axis]) -> Tensor:
-    """A big image, channels first, of just these positions."""
+    """Return an input image, channels first, with exactly the covered positions."""
     pads = [pad for axis in reversed(axes) for pad in (axis.padding, _reach(axis) - axis.padding - axis.input)]
     return F.pad(image.movedim(-1, 1), pads)
 
@@ -134,10 +129,3 @@ def _wgrad(small: Tensor, big: Tensor, axes: list[Axis]) -> Tensor:
     if not small.numel():
         return small.new_zeros(shape)
     return WGRAD[len(axes)](_padded(big, axes), shape, small.movedim(-1, 1), **_steps(axes))
-
-
-def _blocks(dense: Tensor, layout, transposed: bool) -> Tensor:
-    dense = dense.transpose(0, 1) if transposed else dense
-    (rows, cols), (high, wide) = layout.grid, layout.block_shape
-    blocks = dense.reshape(rows, high, cols, wide, *dense.shape[2:]).transpose(1, 2)
-    return blocks[at(layout.row_of_block), at(layout.col_of_block)]

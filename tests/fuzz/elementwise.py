@@ -1,4 +1,4 @@
-"""The gates of an LSTM, dropout, and steps with momentum."""
+"""Gates of an LSTM, dropout, and steps with momentum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .calls import DTYPES, ROUNDING, Calls, assert_same, assert_within
 from .layouts import draw_tokens, normal
 from .memory import rows, whole
 
-# Of memory that is written each number has its own place, and features lie side by side.
+# Strides of outputs: elements do not overlap, and features are contiguous.
 PLACES = ("plain", "apart 1", "apart 5", "offset 1", "offset 3")
 
 

@@ -1,4 +1,4 @@
-"""The fuzz's log: lines of JSON, which any number of processes append to, and their sum as a page."""
+"""Log of the fuzz: JSON lines from any number of processes, and their summary as a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def add(options: argparse.Namespace, counts: Mapping, faults: list[dict], seconds: float) -> None:
-    """One line, written at once, so that those of other processes are not mixed with it."""
+    """Append one line with a single write, so that lines of several processes do not mix."""
     if not options.log:
         return
     line = {
@@ -34,14 +34,14 @@ def add(options: argparse.Namespace, counts: Mapping, faults: list[dict], second
 
 @cache
 def _commit() -> str:
-    said = subprocess.run(
+    done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE, check=False
     )
-    return said.stdout.strip() or "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def summary(file: Path) -> str:
-    """The page: calls by operation and instruction set, by dtype, what was found."""
+    """Return the page: calls by operation and instruction set, calls by dtype, and faults."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     isas: list[str] = []
     by_op: dict[str, Counter] = {}

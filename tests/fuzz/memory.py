@@ -1,4 +1,4 @@
-"""Operands as callers may hand them over, each in memory of its own and of just its size."""
+"""Operands with the strides that callers may use, each in an allocation of exactly its size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ ROWS = ("plain", "plain", "apart", "offset", "expanded", "sliding", "columns")
 
 
 def draw_rows(rng: Random) -> str:
-    """How the rows of a matrix lie: one after the other, apart, from an odd address on, all the same one, ..."""
+    """Draw the strides of a matrix: contiguous, with gaps, at an odd address, one row repeated, overlapping,
+    column-major.
+    """
     how = rng.choice(ROWS)
     return f"{how} {rng.randint(1, 17)}" if how in ("apart", "offset", "sliding") else how
 
 
 def rows(data: Tensor, dtype: torch.dtype, how: str) -> Tensor:
-    """The numbers of `[n, features]` in memory that lies like this, with NaN between the rows and before them.
+    """Copy `[n, features]` to memory with these strides, and NaN between and before the rows.
 
-    Where memory is shared the last number written holds.
+    If rows share memory, the last one written is kept.
     """
     n, features = data.shape
     how, *numbers = how.split()
@@ -40,7 +42,7 @@ def rows(data: Tensor, dtype: torch.dtype, how: str) -> Tensor:
 
 
 def whole(data: Tensor, dtype: torch.dtype, offset: int = 0) -> Tensor:
-    """A contiguous copy, `offset` numbers behind an aligned address."""
+    """Return a contiguous copy, `offset` elements after an aligned address."""
     return _full(offset + data.numel(), dtype=dtype)[offset:].view(data.shape).copy_(data)
 
 
@@ -50,10 +52,10 @@ def _full(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def tight():
-    """Makes the CPU backends allocate new memory per call, of just the requested size, full of NaN."""
+    """Make the CPU backends allocate new memory in each call, of exactly the requested size and full of NaN."""
     empty, least, working = torch.empty, workspace.MIN_BYTES, linear_cpu.working_memory
 
-    # Bytes of 0xFF are NaN in every dtype.
+    # Bytes of 0xFF are NaN in every float dtype.
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         return tensor.fill_(torch.nan if tensor.is_floating_point() else 0xFF)

@@ -1,4 +1,4 @@
-"""Operands that do not fit: every public function refuses them, and no kernel sees them."""
+"""Operands that do not fit: every public function refuses them before a kernel sees them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blocksparse.ops.linear import linear_transposed
 from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 
 from .calls import DTYPES, Calls, Fault
-from .layouts import draw_layout, layout_of
+from .layouts import build_layout, draw_layout
 
 CONVS = {1: bs.conv1d, 2: bs.conv2d, 3: bs.conv3d}
 TRANSPOSED = {1: bs.conv_transpose1d, 2: bs.conv_transpose2d, 3: bs.conv_transpose3d}
@@ -42,7 +42,7 @@ def draw(rng: Random) -> dict:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
-    layout, dtype = layout_of(case["layout"], numbers), DTYPES[case["dtype"]]
+    layout, dtype = build_layout(case["layout"], numbers), DTYPES[case["dtype"]]
     call, operands, free = _call(case, layout, dtype)
     calls.on_each("right operands", dtype, lambda: call(**operands), lambda _: None, any_isa=True)
     name = sorted(operands)[case["operand"] % len(operands)]
@@ -51,7 +51,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
         return
     changed = {**operands, name: wrong}
 
-    # Who calls an op itself is kept inside of the memory, by whatever error.
+    # A direct call of an op may raise any error, but must not read outside of its operands.
     errors = BlockSparseError if case["function"] in PUBLIC else Exception
 
     def refused():
@@ -70,7 +70,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
 
 def _wrong(tensor: Tensor, how: str, axis: int, free: tuple[int, ...]):
-    """An invalid replacement for this tensor, or None; only the free axes may have any length."""
+    """Return an invalid replacement for this tensor, or None; only the free axes may have any length."""
     axes = [axis for axis in range(tensor.dim()) if axis not in free]
     along = axes[axis % len(axes)]
     size = tensor.shape[along]
@@ -94,7 +94,9 @@ def _wrong(tensor: Tensor, how: str, axis: int, free: tuple[int, ...]):
 
 
 def _call(case: dict, layout: BlockLayout, dtype: torch.dtype):
-    """A function of operands, these operands, and for each the axes that may be of any length; -1: of any number."""
+    """Return a function, its operands, and for each operand the axes that may have any length; -1 stands for any number
+    of axes.
+    """
     (outs, ins), tokens, dims = layout.shape, case["tokens"], case["dims"]
     indices, in_blocks = [layout.crow_indices(), layout.col_indices()], layout.grid[1]
     space, kernel, ones = (5, 4, 3)[:dims], (3, 2, 1)[:dims], [1] * dims
@@ -139,12 +141,12 @@ def _call(case: dict, layout: BlockLayout, dtype: torch.dtype):
         "linear op": lambda: (
             lambda x, values, bias=None: linear_op(x, values, bias, indices, in_blocks, False, None),
             tensors(x=(tokens, ins), values=values, **bias),
-            {"x": (0,), "values": (1,)},  # the ops of functions take blocks of any height
+            {"x": (0,), "values": (1,)},  # the op accepts blocks of any height
         ),
         "wgrad op": lambda: (
             lambda grad, x: linear_wgrad_op(grad, x, indices, in_blocks),
             tensors(grad=(tokens, outs), x=(tokens, ins)),
-            {"grad": (1,), "x": (1,)},  # blocks are as large as these say
+            {"grad": (1,), "x": (1,)},  # the operands determine the block size
         ),
         "conv op": lambda: (
             lambda x, values, bias=None: conv_op(

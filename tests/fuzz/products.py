@@ -1,4 +1,4 @@
-"""The linear products: blocks, and blocks of 1 by their own kernels."""
+"""Linear products with blocks, and with blocks of 1, which have kernels of their own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from blocksparse import BlockLayout, to_dense
 from blocksparse.ops import cpu_core
 from blocksparse.ops.linear import cpu
 
-from .calls import ACTIVATIONS, DTYPES, Calls, activated, assert_same, assert_within, sum_bound
-from .layouts import SPREADS, at, draw_block, draw_layout, draw_tokens, layout_of, normal, spread, touched
+from .calls import DTYPES, Calls, assert_same, assert_within, exact_output, sum_bound
+from .layouts import (
+    build_layout,
+    draw_block,
+    draw_layout,
+    draw_options,
+    draw_tokens,
+    normal,
+    take_blocks,
+    to_index,
+    touched,
+    vary,
+)
 from .memory import draw_rows, rows, whole
 
 SQUARES = (2, 3, 4, 5, 8, 16, 24, 32, 33, 64, 128)
@@ -23,14 +34,9 @@ def _draw(rng: Random, layout: dict, tokens: int) -> dict:
     return {
         "layout": layout,
         "tokens": tokens,
-        "dtype": rng.choice(list(DTYPES)),
         "x": draw_rows(rng),
         "grad": draw_rows(rng),
-        "offset": rng.choice((0, 0, 1, 3)),
-        "spread": rng.choice(SPREADS),
-        "bias": rng.random() < 0.5,
-        "activation": rng.choice(ACTIVATIONS),
-        "threads": 2 if rng.random() < 0.1 else 1,
+        **draw_options(rng),
     }
 
 
@@ -46,27 +52,27 @@ def draw_linear(rng: Random) -> dict:
 def draw_csr(rng: Random) -> dict:
     layout = draw_layout(rng, (1, 1), *((10_000, 200) if rng.random() < 0.9 else (60_000, 5000)))
     tokens = draw_tokens(rng)
-    if rng.random() < 0.005:  # rows that no cache holds, and outputs that go past the caches
+    if rng.random() < 0.005:  # rows and outputs larger than the caches
         layout.update(grid=rng.choice(([3, 17_000], [70_000, 3])), filling="random", density=0.05)
         tokens = rng.choice((1, 65, 130))
     return _draw(rng, layout, tokens)
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
-    layout, dtype, tokens = layout_of(case["layout"], numbers), DTYPES[case["dtype"]], case["tokens"]
+    layout, dtype, tokens = build_layout(case["layout"], numbers), DTYPES[case["dtype"]], case["tokens"]
     name = "csr" if layout.block_shape == (1, 1) else "linear"
     out_features, in_features = layout.shape
     kind = case["spread"]
-    x = spread(numbers, normal(numbers, tokens, in_features), kind)
-    grad = spread(numbers, normal(numbers, tokens, out_features), kind)
-    values = spread(numbers, normal(numbers, *layout.values_shape), kind)
+    x = vary(numbers, normal(numbers, tokens, in_features), kind)
+    grad = vary(numbers, normal(numbers, tokens, out_features), kind)
+    values = vary(numbers, normal(numbers, *layout.values_shape), kind)
     x, grad = rows(x, dtype, case["x"]), rows(grad, dtype, case["grad"])
     values = whole(values, dtype, case["offset"])
     bias = whole(normal(numbers, out_features), dtype, case["offset"]) if case["bias"] else None
-    product = Product(layout, values.double())
+    product = ExactProduct(layout, values.double())
     threads = case["threads"]
 
-    # Features without a block take no part.
+    # Features without a block must not be read.
     clean = []
     for tensor, columns in ((x, True), (grad, False)):
         clean.append(tensor.double().clone())
@@ -74,10 +80,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
             tensor[:, ~touched(layout, columns)] = torch.nan
     clean_x, clean_grad = clean
 
-    expected, terms = product(clean_x, False)
-    if bias is not None:
-        expected, terms = expected + bias.double(), terms + bias.double().abs()
-    expected, bound = activated(expected, sum_bound(terms, in_features, dtype), case["activation"], dtype)
+    expected, bound = exact_output(product(clean_x, False), bias, in_features, case["activation"], dtype)
     calls.on_each(
         name,
         dtype,
@@ -124,11 +127,11 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
             assert_within(grad_bias, clean_grad.sum(0), bound_bias, "bias")
 
     calls.on_each("csr gradients", dtype, gradients, check, threads)
-    transposed(layout, calls)
+    check_transposed_indices(layout, calls)
 
 
-def transposed(layout: BlockLayout, calls: Calls) -> None:
-    """The indices by column, of both widths."""
+def check_transposed_indices(layout: BlockLayout, calls: Calls) -> None:
+    """Check the indices by column, with 32 and 64 bits."""
     order = np.argsort(layout.col_of_block, kind="stable")
     expected = (
         np.concatenate([[0], np.cumsum(np.bincount(layout.col_of_block, minlength=layout.grid[1]))]),
@@ -150,19 +153,19 @@ def transposed(layout: BlockLayout, calls: Calls) -> None:
         )
 
 
-class Product:
-    """The products in float64, and the sums of the sizes of their terms."""
+class ExactProduct:
+    """The products in float64, and the sums of the absolute values of their terms."""
 
     def __init__(self, layout: BlockLayout, values: Tensor):
         self.layout, self.values = layout, values
-        self.few = layout.block_shape == (1, 1) and layout.nnz * 4 < layout.shape[0] * layout.shape[1]
-        if self.few:
-            self.row, self.col = at(layout.row_of_block), at(layout.col_of_block)
+        self.is_hypersparse = layout.block_shape == (1, 1) and layout.nnz * 4 < layout.shape[0] * layout.shape[1]
+        if self.is_hypersparse:
+            self.row, self.col = to_index(layout.row_of_block), to_index(layout.col_of_block)
         else:
             self.weight = to_dense(values, layout)
 
     def __call__(self, x: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
-        if not self.few:
+        if not self.is_hypersparse:
             weight = self.weight if transpose else self.weight.T
             return x @ weight, x.abs() @ weight.abs()
         to, of = (self.col, self.row) if transpose else (self.row, self.col)
@@ -172,12 +175,7 @@ class Product:
 
     def sampled(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.layout.values_shape
-        if self.few:
+        if self.is_hypersparse:
             terms = grad[:, self.row] * x[:, self.col]
             return terms.sum(0).view(shape), terms.abs().sum(0).view(shape)
-        return self._blocks(grad.T @ x), self._blocks(grad.T.abs() @ x.abs())
-
-    def _blocks(self, dense: Tensor) -> Tensor:
-        (rows, cols), (high, wide) = self.layout.grid, self.layout.block_shape
-        blocks = dense.view(rows, high, cols, wide).transpose(1, 2)
-        return blocks[at(self.layout.row_of_block), at(self.layout.col_of_block)]
+        return take_blocks(grad.T @ x, self.layout), take_blocks(grad.T.abs() @ x.abs(), self.layout)

@@ -1,4 +1,4 @@
-"""Recurrent layers, whose steps work in parts of larger memory, and their gradients."""
+"""Recurrent layers, whose steps use slices of larger buffers, with their gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .calls import DTYPES, Calls, Fault
 from .layouts import normal
 from .memory import whole
 
-# Of the largest numbers of each tensor. Gates keep them in bounds; the normalised layers divide by the spread of few
-# numbers, which may cancel: they are held against float64 in float64 only.
+# Error relative to the largest element of each tensor. Gates are bounded. Normalised layers divide by the deviation of
+# few elements, which may cancel, so that they are compared in float64 only.
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-12}
 NORMALISED = 1e-7
 
@@ -41,9 +41,9 @@ def draw(rng: Random) -> dict:
 
 
 def _refused(case: dict) -> str | None:
-    """The argument that this layer must refuse, and the reason."""
+    """Return the argument that this layer must refuse, and the reason."""
     if case["layer"] == "LSTM":
-        return None  # each weight has four gates, one block of them at least for every density that is drawn
+        return None  # every density that is drawn stores a block, as a weight has four gates
     if case["layer"] == "SmallWorldLSTM" and case["hidden"] == 1:
         return "hidden_size: the normalisation of one unit is always 0"
     hidden, inputs = (case[size] // case["block"] for size in ("hidden", "input"))
@@ -80,13 +80,13 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
         for i, (one, right) in enumerate(zip(got, expected, strict=True)):
             if (one is None) != (right is None) or (one is not None and one.shape != right.shape):
                 raise Fault(f"tensor {i}: another shape, or none")
-            # A gradient that cancels is as exact as what it is a sum of, of about the size of 1.
+            # If a gradient's terms cancel, its error is relative to the terms, which are about 1.
             if one is not None and one.numel():
                 error = (one.double() - right).abs().max()
                 if not error <= bound * max(1.0, float(right.abs().max())):
                     raise Fault(f"tensor {i}: off by {error}")
 
-    # PyTorch's own products with dense weights, and its gradient of a layer normalisation, depend on the threads.
+    # PyTorch's dense products and its gradient of layer normalisation depend on the number of threads.
     ours = case["density"] is not None and case["layer"] != "SmallWorldLSTM"
     threads = case["threads"] if ours else 1
     calls.on_each(case["layer"], dtype, lambda: outputs_and_gradients(layer, x), check, threads)

@@ -1,4 +1,4 @@
-"""The fuzz: cases in a loop, by several processes, which may die of what they find."""
+"""Command line of the fuzz: workers that run cases, and a supervisor that records what they find."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .calls import Calls
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus.jsonl"
-# The exit status of who found a fault and went on.
+# Exit status of a worker that found a fault and continued.
 FOUND = 3
-# Seconds after which a case counts as one that does not end.
+# Seconds after which a case counts as endless.
 MAX_SECONDS = 300
-# Seconds between two lines of the log.
-EVERY = 30
+# Seconds between log lines.
+LOG_SECONDS = 30
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,16 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description="Random calls of the compiled core.")
-    parser.add_argument("--seed", type=int, help="of the cases (default: the time)")
+    parser.add_argument("--seed", type=int, help="seed of the cases (default: the time)")
     parser.add_argument("--minutes", type=float, help="how long (default 1, or as long as --calls takes)")
     parser.add_argument("--calls", type=int, help="stop after this number of calls of the core")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default one per CPU)")
     parser.add_argument("--first", type=int, default=0, metavar="INDEX", help="start with this case")
-    parser.add_argument("--only", type=int, metavar="INDEX", help="run this case alone, and print it")
-    parser.add_argument("--corpus", action="store_true", help="run the cases kept in corpus.jsonl alone")
+    parser.add_argument("--only", type=int, metavar="INDEX", help="run only this case, and print it")
+    parser.add_argument("--corpus", action="store_true", help="run only the cases in corpus.jsonl")
     parser.add_argument("--isa", action="append", help="only on this instruction set; may be repeated")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append counts and faults to it, as JSON lines")
-    parser.add_argument("--summary", type=Path, metavar="LOG", help="print what a log says, as a page")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append counts and faults to this file as JSON lines")
+    parser.add_argument("--summary", type=Path, metavar="LOG", help="print a summary of a log")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
@@ -67,7 +67,7 @@ def corpus(file: Path = CORPUS) -> list[dict]:
 
 
 def attempt(case: dict, calls: Calls) -> str | None:
-    """The fault of this case, or None."""
+    """Return the fault of this case, or None."""
     try:
         with memory.tight():
             cases.run(case, calls)
@@ -77,7 +77,7 @@ def attempt(case: dict, calls: Calls) -> str | None:
 
 
 def run_cases(seed: int, indices: Iterable[int], calls: Calls) -> list[str]:
-    """Runs the cases of these indices; for each that fails, what goes wrong and the command that replays it."""
+    """Run the cases of these indices; return the faults with the commands that replay them."""
     found = ((index, attempt(cases.draw(seed, index), calls)) for index in indices)
     return [report(seed, index, fault) for index, fault in found if fault]
 
@@ -102,11 +102,11 @@ def _replay(options: argparse.Namespace) -> int:
     return FOUND if faults else 0
 
 
-# -- a process that works, and the one that waits for it ------------------------------------------------------------
+# -- workers and their supervisor -----------------------------------------------------------------------------------
 
 
 def _work(options: argparse.Namespace) -> int:
-    """Cases first, first + step, ...; before each it writes which, for who waits and sees it die there."""
+    """Run the cases first, first + step, ...; the index of each goes to shared memory first, for the supervisor."""
     place, first, step, calls_left, until = json.loads(options.worker)
     calls, faults, began, found = Calls(options.isa), [], time.time(), False
     with open(place, "r+b") as file, mmap.mmap(file.fileno(), 8) as where:
@@ -119,7 +119,7 @@ def _work(options: argparse.Namespace) -> int:
                 faults.append({"index": index, "fault": fault})
                 found = True
             index += step
-            if time.time() > began + EVERY:
+            if time.time() > began + LOG_SECONDS:
                 log.add(options, calls.counts, faults, time.time() - began)
                 calls_left -= calls.total()
                 calls.counts.clear()
@@ -141,30 +141,32 @@ def _supervise(options: argparse.Namespace) -> int:
 
 
 def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: float) -> bool:
-    """One worker after the other, each behind the case in which the one before it died; whether any found a fault."""
+    """Run workers one after the other, each after the case in which the last one died; return whether any found a
+    fault.
+    """
     first, found, calls = options.first + nth, False, options.calls // options.jobs if options.calls else 1 << 62
     while True:
         place.write_bytes(struct.pack("<q", first))
-        given = [str(place), first, options.jobs, calls, until]
-        again = [f"--seed={options.seed}", *(f"--isa={isa}" for isa in options.isa or ())]
-        again += [f"--log={options.log}"] if options.log else []
-        with tempfile.TemporaryFile() as told:
-            worker = subprocess.Popen([sys.executable, str(HERE), *again, f"--worker={json.dumps(given)}"], stderr=told)
+        task = json.dumps([str(place), first, options.jobs, calls, until])
+        arguments = [f"--seed={options.seed}", *(f"--isa={isa}" for isa in options.isa or ())]
+        arguments += [f"--log={options.log}"] if options.log else []
+        with tempfile.TemporaryFile() as stderr:
+            worker = subprocess.Popen([sys.executable, str(HERE), *arguments, f"--worker={task}"], stderr=stderr)
             status = _wait(worker, place)
-            told.seek(0)
-            said = told.read().decode(errors="replace")
+            stderr.seek(0)
+            output = stderr.read().decode(errors="replace")
         if status is not None and status >= 0:  # it ended by itself
-            print(said, end="", flush=True)
+            print(output, end="", flush=True)
             return found or status != 0
         (index,) = struct.unpack("<q", place.read_bytes())
         fault = f"died with status {status}" if status is not None else f"no end within {MAX_SECONDS} s"
-        print(f"{said}\n{report(options.seed, index, fault)}", flush=True)
-        log.add(options, {}, [{"index": index, "fault": fault, "said": said[-4000:]}], 0)
+        print(f"{output}\n{report(options.seed, index, fault)}", flush=True)
+        log.add(options, {}, [{"index": index, "fault": fault, "said": output[-4000:]}], 0)
         first, found = index + options.jobs, True
 
 
 def _wait(worker: subprocess.Popen, place: Path) -> int | None:
-    """The status in which it ends, or None, when it is ended for staying in one case."""
+    """Return the worker's status, or None if it is killed because it stays in one case."""
     before, since = b"", time.time()
     while worker.poll() is None:
         time.sleep(0.2)
