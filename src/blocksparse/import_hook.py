@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Wraps the loader of one module, so that the callback runs after the module's own code.
+    """A finder that wraps the loader of one module, so that the callback runs after the module's own code.
 
     Looking for the module, without importing it, does not remove this finder.
     """

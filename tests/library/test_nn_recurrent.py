@@ -417,7 +417,7 @@ BAD = {
     "of the stride, 3, and more than it, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=3),
     "stride: expected an int, 1 or more, got 0": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=0),
     "of the stride, 32, and more than it, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=32),
-    "layout of weight_input1_l0: expected outputs that are a multiple of its block, 8 say, got 4": lambda: (
+    "layout of weight_input1_l0: expected outputs that are a multiple of its block, such as 8, got 4": lambda: (
         bs.nn.SmallWorldLSTM(16, 16, stride=4, density=0.5, block_size=8)
     ),
     r"input: expected \[steps, batch, 8\], at least one step, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(

@@ -1,4 +1,4 @@
-"""A gain and a bias for the borders of a convolution."""
+"""A gain and a bias for the border of a convolution's output."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Ints = int | Sequence[int]
 
 
 class EdgeBias(nn.Module):
-    """A gain and a bias per channel for each distinct border pattern of a convolution: y * gain + bias.
+    """A gain and a bias per channel for each border pattern of a convolution: y * gain + bias.
 
-    Where part of the kernel lies outside of the image, outputs are sums of fewer terms. Positions that miss the same
-    taps have one pattern (a 3x3 kernel with padding 1 has eight: four sides, four corners); each pattern has a gain,
-    1 to begin with, and a bias, 0 to begin with. Positions that miss none are left as they are.
+    At the border, where some taps of the kernel are outside the image, outputs are sums of fewer terms. Positions
+    without the same taps share a pattern: a 3x3 kernel with padding 1 has eight, four sides and four corners. Each
+    pattern has a gain, initially 1, and a bias, initially 0. Positions with all taps are unchanged.
 
     Args:
-        channels: of y.
-        size: of the convolution's input, one int per axis of space (1 to 3 of them).
+        channels: the number of channels of y.
+        size: the size of the convolution's input, one int for each of its 1 to 3 axes of space.
         kernel_size, stride, padding, dilation: of the convolution.
         device, dtype: of the parameters.
 
-    Shapes: `[n, channels, *size of the output] -> the same`; gain and bias are `[patterns, channels]`.
+    Shapes: `[n, channels, *output size]` to the same; gain and bias are `[patterns, channels]`.
 
     Raises:
-        BlockSparseError: a kernel larger than the padded image; in the call, y of another size.
+        BlockSparseError: the kernel is larger than the padded image; in the call, y has another size.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -65,17 +65,17 @@ class EdgeBias(nn.Module):
         (channels,) = per_axis("channels", channels, 1, least=1)
         self.channels, self.size = channels, tuple(per_axis("size", size, len(size), least=1))
         steps = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
-        given = [per_axis(name, value, len(size), least=int(name != "padding")) for name, value in steps.items()]
-        kinds = [_kinds(*axis) for axis in zip(self.size, *given, strict=True)]
-        # Each position's kinds along the axes as one number; the pattern without a missing tap becomes 0.
+        per_axes = [per_axis(name, value, len(size), least=int(name != "padding")) for name, value in steps.items()]
+        kinds = [_missing_taps(*axis) for axis in zip(self.size, *per_axes, strict=True)]
+        # Combine the numbers along all axes to one number per position; it is 0 if no tap is missing.
         code = np.zeros((), dtype=np.int64)
         for kind in kinds:
             code = code[..., None] * (kind.max() + 1) + kind
-        found, pattern = np.unique(np.append(code, 0), return_inverse=True)
+        codes, pattern = np.unique(np.append(code, 0), return_inverse=True)
         self.register_buffer("pattern", torch.from_numpy(pattern[:-1].reshape(code.shape)).to(device), persistent=False)
         options = {"device": device, "dtype": dtype}
-        self.gain = nn.Parameter(torch.ones(len(found) - 1, channels, **options))
-        self.bias = nn.Parameter(torch.zeros(len(found) - 1, channels, **options))
+        self.gain = nn.Parameter(torch.ones(len(codes) - 1, channels, **options))
+        self.bias = nn.Parameter(torch.zeros(len(codes) - 1, channels, **options))
 
     def forward(self, input: Tensor) -> Tensor:
         y, expected = input, (self.channels, *self.pattern.shape)
@@ -90,16 +90,16 @@ class EdgeBias(nn.Module):
         return f"{self.channels}, size={self.size}, patterns={self.gain.shape[0]}"
 
 
-def _kinds(size: int, kernel: int, stride: int, padding: int, dilation: int) -> np.ndarray:
-    """For each output along an axis, which taps it misses: 0 for none, else a number for each set of them."""
+def _missing_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> np.ndarray:
+    """Return for each output along an axis a number of its set of missing taps, 0 if none is missing."""
     reach = dilation * (kernel - 1) + 1
     if size + 2 * padding < reach:
         raise BlockSparseError.expected("size", f"{reach - 2 * padding} or more for the kernel's reach {reach}", size)
     output = (size + 2 * padding - reach) // stride + 1
-    found = runs(Axis(size, output, kernel, stride, padding, dilation), transposed=False, cut=True)
+    plan = runs(Axis(size, output, kernel, stride, padding, dilation), transposed=False, cut=True)
     kinds = {frozenset(range(kernel)): 0}
     kind = np.zeros(output, dtype=np.int64)
-    for i, (first, count) in enumerate(zip(found.first, found.count, strict=True)):
-        taps = frozenset(found.tap[found.tap_start[i] : found.tap_start[i + 1]].tolist())
+    for i, (first, count) in enumerate(zip(plan.first, plan.count, strict=True)):
+        taps = frozenset(plan.tap[plan.tap_start[i] : plan.tap_start[i + 1]].tolist())
         kind[first : first + count] = kinds.setdefault(taps, len(kinds))
     return kind

@@ -1,4 +1,4 @@
-"""The interface of the 2017 library, on torch tensors."""
+"""The matrix product of OpenAI's blocksparse (2017), on torch tensors."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ __all__ = ["BlocksparseMatMul"]
 
 
 class BlocksparseMatMul:
-    """The product with a block-sparse matrix as OpenAI's blocksparse had it: `y = bsmm(x, w)`.
+    """The product with a block-sparse matrix, `y = bsmm(x, w)`, with the interface of OpenAI's blocksparse (2017).
 
     Args:
         layout: 0/1 matrix `[in_blocks, out_blocks]` (int or bool; array, tensor or nested lists), 1 where a block is
-            stored. Note the order: inputs first, where a mask of `BlockLayout` has outputs first.
-        block_size: an int, or a pair (inputs, outputs).
-        feature_axis: 1 for `x [..., in]`, the fast one; 0 for `x [in, batch]`, which is transposed for the call.
-        z_order: True if the blocks of `w`, and the gates, are in z-order, as the 2017 library saved them; False if they
-            are in row-major order of `layout`: by input, then by output.
+            stored. Inputs come first, unlike in a mask of `BlockLayout`.
+        block_size: an int, or a pair (inputs, outputs). Default: 32.
+        feature_axis: 1 (default) for `x [..., in]`, which is faster; 0 for `x [in, batch]`, which is transposed for the
+            call.
+        z_order: whether the blocks of `w` and the gates are in z-order, as the 2017 library saved them. If False, the
+            default, they are in row-major order of `layout`: by input, then by output.
 
     Attributes:
         layout: the `BlockLayout` of the matrix `[in, out]`.
         w_shape: (nnz, block, block), the shape of the weights.
 
-    The defaults are not those of the last 2017 code (1.13.1): there `BlocksparseMatMul(layout)` means
-    `BlocksparseMatMul(layout, feature_axis=0, z_order=True)`. Its README documents axis 1. If x has as many rows as
-    columns, the wrong axis raises no error: the result is wrong.
+    The defaults differ from the last 2017 code (1.13.1), where `BlocksparseMatMul(layout)` means
+    `BlocksparseMatMul(layout, feature_axis=0, z_order=True)`; its README documents axis 1. If x is square, the wrong
+    axis raises no error but gives a wrong result.
 
-    Block k of `w` maps inputs to outputs, `y[:, out_k] += x[:, in_k] @ w[k]`; `block_coord` returns the place of each
-    block. In row-major order `w` is the `values` of `bsmm.layout`. `blocksparse.linear` takes their transpose for the
-    same map: `bsmm(x, w) == linear(x, w.mT[bsmm.layout.transpose_order], bsmm.layout.T)`. Row-major weights are not
-    copied. With `z_order=True` each call sorts a copy; `row_major` sorts the weights once.
+    Block k of `w` maps inputs to outputs, `y[:, out_k] += x[:, in_k] @ w[k]`; `block_coord` returns the position of
+    each block. In row-major order `w` is the `values` of `bsmm.layout`. The same map with `blocksparse.linear` is
+    `bsmm(x, w) == linear(x, w.mT[bsmm.layout.transpose_order], bsmm.layout.T)`. Row-major weights are not copied. With
+    `z_order=True` each call sorts a copy; `row_major` sorts the weights once.
 
     Raises:
-        BlockSparseError: a layout that is not a 2-D 0/1 matrix, a block size that is not positive, another axis, a
-            `z_order` that is not a bool.
+        BlockSparseError: the layout is not a 2-D 0/1 matrix, the block size is not positive, or the axis or `z_order`
+            is another value.
 
     Example:
         >>> import numpy as np, torch
@@ -55,8 +56,8 @@ class BlocksparseMatMul:
         torch.Size([64, 96])
 
     Notes:
-        The z-order (Morton order) sorts blocks by the bits of their two indices in turn, from the highest on; of each
-        pair the bit of the output comes before the bit of the input.
+        The z-order (Morton order) sorts blocks by the interleaved bits of their two indices, highest bits first, in
+        each pair the output's bit before the input's.
 
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017); github.com/openai/blocksparse.
     """
@@ -92,23 +93,23 @@ class BlocksparseMatMul:
         return (batch, features) if self.feature_axis == 1 else (features, batch)
 
     def block_coord(self, block: int) -> tuple[int, int]:
-        """(input block, output block) of one stored block."""
+        """Return (input block, output block) of the stored block number `block`."""
         if not is_int(block) or not 0 <= block < self.layout.nnz:
             raise BlockSparseError.expected("block", f"an int from 0 to {self.layout.nnz - 1}", repr(block))
         at = block if self._order is None else int(self._order[block])
         return int(self.layout.row_of_block[at]), int(self.layout.col_of_block[at])
 
     def row_major(self, blocks: Tensor) -> Tensor:
-        """Sort weights or gates in the row-major order of `layout`; without `z_order=True` they are in it already.
+        """Sort weights or gates in the row-major order of `layout`, the order of `bs.to_dense` and `z_order=False`.
 
         Args:
             blocks: `w` of shape `w_shape`, or gates `[nnz]`.
 
         Returns:
-            The same blocks, in the order that `bs.to_dense` and `z_order=False` expect; a copy with `z_order=True`.
+            A sorted copy with `z_order=True`; `blocks` itself with `z_order=False`.
 
         Raises:
-            BlockSparseError: no tensor, or another number of blocks.
+            BlockSparseError: `blocks` is not a tensor, or has another number of blocks.
 
         Example:
             >>> bsmm = BlocksparseMatMul([[1, 1], [1, 1]], block_size=2, z_order=True)
@@ -122,18 +123,18 @@ class BlocksparseMatMul:
         return blocks if self._inverse is None else blocks[self._inverse.to(blocks.device)]
 
     def __call__(self, x: Tensor, w: Tensor, gate: Tensor | None = None) -> Tensor:
-        """y = x W.
+        """Compute y = x W.
 
         Args:
             x: `[..., in]`, or `[in, batch]` for feature_axis 0.
-            w: of shape `w_shape`; dtype and device as x.
-            gate: `[nnz]`, a factor of each block, in the order of `w`, or None; see `blocksparse.linear`.
+            w: `w_shape`; dtype and device as x.
+            gate: `[nnz]`, a factor for each block, in the order of `w`, or None; see `blocksparse.linear`.
 
         Returns:
             `[..., out]`, or `[out, batch]` for feature_axis 0.
 
         Raises:
-            BlockSparseError: sizes that do not fit, mixed dtypes or devices.
+            BlockSparseError: sizes do not fit, or dtypes or devices are mixed.
         """
         if self.z_order:
             w, gate = self.row_major(w), None if gate is None else self.row_major(gate)
@@ -144,10 +145,10 @@ class BlocksparseMatMul:
         return linear_transposed(x.T, w, self.layout, gate).T
 
     def identity_init(self, scale: float = 1.0, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        """Weights `w_shape` with `scale` times the identity in each stored block of the diagonal, 0 elsewhere.
+        """Return weights `w_shape` with `scale` times the identity in each stored block of the diagonal, 0 in others.
 
-        In a matrix that is not square the diagonal goes on from the other end, as in 2017: with fewer inputs than
-        outputs every input is copied to several outputs.
+        As in 2017, the diagonal of a matrix that is not square wraps around: with fewer inputs than outputs every input
+        is copied to several outputs.
 
         >>> bsmm = BlocksparseMatMul([[1, 1, 1, 0]], block_size=2)
         >>> bsmm(torch.tensor([[1.0, 2.0]]), bsmm.identity_init())

@@ -13,13 +13,13 @@ class AllReLU(nn.Module):
 
     Args:
         alpha: the slope of the negative side, 0 or more.
-        layer: the number of the layer whose outputs these are, counted from 1, which is the input: the first hidden
-            layer is 2, so that hidden layers have the slopes -alpha, alpha, -alpha, ...
+        layer: the number of the layer before the activation. The input is layer 1 and the first hidden layer 2, so the
+            hidden layers have the slopes -alpha, alpha, -alpha, ...
 
     Shapes: any; elementwise.
 
     Raises:
-        BlockSparseError: an alpha that is negative or no number, a layer that is no int from 1 on.
+        BlockSparseError: alpha is not a number of 0 or more, or the layer is not an int of 1 or more.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -37,7 +37,7 @@ class AllReLU(nn.Module):
 
     @property
     def slope(self) -> float:
-        """Of the negative side."""
+        """The slope of the negative side."""
         return self.alpha if self.layer % 2 else -self.alpha
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cells: recurrent layers that take one step in each call."""
+"""Recurrent cells, which compute one step per call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recurrent import Recurrent, SparseOptions
 
 
 class Cell(Recurrent):
-    """The call of a cell, before the class of its layer."""
+    """A mixin before a recurrent layer's class that turns it into a cell."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Unpack[SparseOptions]):
         self._refuse_layers(options)
@@ -37,9 +37,9 @@ class Cell(Recurrent):
             )
         states = hx if isinstance(hx, tuple | list) else () if hx is None else (hx,)
         for name, state in zip("hc", states, strict=False):
-            wanted = [*input.shape[:-1], self.hidden_size]
-            if not isinstance(state, Tensor) or list(state.shape) != wanted:
-                raise BlockSparseError.expected(f"the initial {name}", wanted, shape_of(state))
+            shape = [*input.shape[:-1], self.hidden_size]
+            if not isinstance(state, Tensor) or list(state.shape) != shape:
+                raise BlockSparseError.expected(f"the initial {name}", shape, shape_of(state))
         steps = tuple(state.unsqueeze(0) for state in states)
         _, new = super().forward(input.unsqueeze(0), steps[0] if isinstance(hx, Tensor) else steps or None)
         return new.squeeze(0) if isinstance(new, Tensor) else tuple(state.squeeze(0) for state in new)
@@ -52,14 +52,14 @@ class LSTMCell(Cell, LSTM):  # type: ignore[misc]
     """`torch.nn.LSTMCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.LSTM`.
 
     Args:
-        input_size, hidden_size, bias: as torch.nn.LSTMCell.
-        options: `layout`, `input_layout`, `layouts`, `density`, `block_size`, `device` and `dtype`, as
-            `blocksparse.nn.LSTM` has them; the names of the weights are `weight_ih` and `weight_hh`.
+        input_size, hidden_size, bias: as in torch.nn.LSTMCell.
+        layout, input_layout, layouts, density, block_size, device, dtype: as in `blocksparse.nn.LSTM`; the names of the
+            weights are `weight_ih` and `weight_hh`.
 
     Shapes: `[batch, input_size]` or `[input_size]`, and (h, c) `[batch, hidden_size]` or `[hidden_size]`, to (h, c).
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or an input has another shape.
 
     >>> import torch, blocksparse as bs
     >>> cell = bs.nn.LSTMCell(64, 256, density=0.25)
@@ -73,13 +73,13 @@ class GRUCell(Cell, GRU):  # type: ignore[misc]
     """`torch.nn.GRUCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.GRU`.
 
     Args:
-        input_size, hidden_size, bias: as torch.nn.GRUCell.
-        options: as of `LSTMCell`.
+        input_size, hidden_size, bias: as in torch.nn.GRUCell.
+        layout, input_layout, layouts, density, block_size, device, dtype: as in `LSTMCell`.
 
     Shapes: `[batch, input_size]` or `[input_size]`, and h `[batch, hidden_size]` or `[hidden_size]`, to h.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or an input has another shape.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.GRUCell(64, 256, density=0.25)(torch.randn(3, 64)).shape
@@ -92,7 +92,7 @@ class RNNCell(Cell, RNN):  # type: ignore[misc]
 
     Args:
         input_size, hidden_size, bias, nonlinearity: as torch.nn.RNNCell.
-        options: `layout`, `input_layout`, `layouts`, `density`, `block_size`, `device` and `dtype`, as of `LSTMCell`.
+        layout, input_layout, layouts, density, block_size, device, dtype: as in `LSTMCell`.
 
     Shapes and errors are those of `GRUCell`.
 

@@ -1,4 +1,4 @@
-"""Convolutions over 1 to 3 axes that are block-sparse in their channels, and their transposes."""
+"""Convolutions and transposed convolutions over 1 to 3 axes, block-sparse in their channels."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Ints = int | Sequence[int]
 
 
 class ConvolutionCall(LayoutModule):
-    """The call of a convolution or a transposed one, padded to whole blocks; subclasses have the product."""
+    """The forward pass of a convolution or transposed one, padded to whole blocks; subclasses define the product."""
 
-    axes: int  # of space
+    axes: int  # the number of axes of space
     function: Any
     in_channels: int
     out_channels: int
@@ -38,15 +38,15 @@ class ConvolutionCall(LayoutModule):
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """(out, in) of the weight, without padding."""
+        """(out_channels, in_channels) of the weight, without padding."""
         return self.out_channels, self.in_channels
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.to(memory_format=torch.channels_last)` treats any tensor of 4 or 5 axes as images, but values are not.
-        def apart(tensor: Tensor) -> Tensor:
+        # `model.to(memory_format=torch.channels_last)` treats every tensor of 4 or 5 axes as images. Values are none.
+        def apply_flat(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.dim() < 4 else fn(tensor.flatten(2)).reshape(tensor.shape)
 
-        return super()._apply(apart, recurse)
+        return super()._apply(apply_flat, recurse)
 
     def _convolve(self, x: Tensor, bias: Tensor | None, activation: str | None, **steps: Any) -> Tensor:
         out_channels, in_channels = self.layout.shape
@@ -66,8 +66,8 @@ class ConvolutionCall(LayoutModule):
 
     def extra_repr(self) -> str:
         usual = {"stride": 1, "dilation": 1, "padding": 0, "padding_mode": "zeros", "output_padding": 0}
-        given = {name: getattr(self, name) for name in usual if hasattr(self, name)}
-        settings = "".join(f", {k}={v!r}" for k, v in given.items() if v not in (usual[k], (usual[k],) * self.axes))
+        own = {name: getattr(self, name) for name in usual if hasattr(self, name)}
+        settings = "".join(f", {k}={v!r}" for k, v in own.items() if v not in (usual[k], (usual[k],) * self.axes))
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{settings}, "
@@ -76,20 +76,20 @@ class ConvolutionCall(LayoutModule):
 
 
 class ConvCall(ConvolutionCall):
-    """The call of a convolution, with its padding."""
+    """The forward pass of a convolution, with its padding."""
 
     padding: Any
     padding_mode: str
 
     def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
-        """activation(W * x + bias), whatever the module's own bias and activation are."""
+        """Return activation(W * x + bias) for any bias and activation."""
         self._check(x)
         if self.padding_mode == "zeros" or self.padding == "valid":
             return self._convolve(x, bias, activation, padding=self.padding, gate=gate)
         return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Return the image with the margins that the padding gives it."""
+        """Return the image with the margins of the padding."""
         if self.padding == "valid":
             return x
         if self.padding_mode == "circular":
@@ -98,7 +98,7 @@ class ConvCall(ConvolutionCall):
 
 
 class Convolution(ConvolutionCall, BlockSparseModule):
-    """The base of convolutions and transposed ones: channels padded to whole blocks, parameters, initialisation."""
+    """The base of convolutions and transposed ones: parameters and their initialisation."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Convolution(ConvolutionCall, BlockSparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases again."""
+        """Draw new weights and biases."""
         self.draw_parameters(self.bias)
 
 
@@ -166,26 +166,26 @@ class Conv2d(_Conv):
     """`torch.nn.Conv2d` with a weight that is block-sparse in its channels: y = activation(W * x + b).
 
     Args:
-        in_channels, out_channels: any positive sizes; what is no multiple of the block is padded inside.
-        kernel_size, stride, padding, dilation: as in torch; padding may be "same" or "valid".
-        layout: which blocks of the (padded) `[out_channels, in_channels]` exist. Instead of `groups`,
+        in_channels, out_channels: positive sizes; the module pads them to multiples of the block.
+        kernel_size, stride, padding, dilation: as in torch.nn.Conv2d; padding can be "same" or "valid".
+        layout: the stored blocks of the padded `[out_channels, in_channels]`. In place of `groups`, use
             `patterns.block_diagonal`.
-        density: instead of a layout, the fraction of its numbers that a random pattern stores; None for all.
-        block_size: an int or (rows, columns), where no layout is given; (32, 4), say, for the colours of an image.
-        bias: whether there is a bias `[out_channels]`.
+        density: fraction of the weights that a random layout stores if no layout is given; None stores all.
+        block_size: an int or (rows, columns), used if no layout is given; for images of 3 colours, for example (32, 4).
+        bias: whether the layer has a bias `[out_channels]`.
         activation: None, "relu", "gelu" or "silu".
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         device, dtype: of the parameters.
 
-    Weights and biases are drawn as torch.nn.Conv2d draws them, uniform within 1 / sqrt(fan_in), with the fan-in that
-    each output really has in the layout.
+    Weights and biases are drawn as in torch.nn.Conv2d, uniform within 1 / sqrt(fan_in), where fan_in counts the stored
+    inputs of each output.
 
     Shapes: `[n, in_channels, height, width] -> [n, out_channels, height, width]`, or both without n. Images in
-    `torch.channels_last` are used as they lie in memory. The call takes a `gate` `[nnz]` too, as `blocksparse.conv2d`.
+    `torch.channels_last` are not copied. `forward` also accepts a `gate` `[nnz]`, as `blocksparse.conv2d`.
 
     Raises:
-        BlockSparseError: a layout of another shape, a density outside of 0..1, sizes and steps that are not positive,
-            an unknown activation or padding; in the call, inputs that `blocksparse.conv2d` refuses.
+        BlockSparseError: the layout has another shape, the density is not in 0..1, a size or step is not positive, or
+            the activation or padding is unknown; in the call, for inputs that `blocksparse.conv2d` refuses.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -201,7 +201,7 @@ class Conv2d(_Conv):
 
 
 class Conv1d(_Conv):
-    """`Conv2d` over one axis, for torch.nn.Conv1d: `[n, in_channels, length] -> [n, out_channels, length]`.
+    """`torch.nn.Conv1d` with the options of `Conv2d`: `[n, in_channels, length] -> [n, out_channels, length]`.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.Conv1d(64, 96, 5, padding="same", density=0.5)(torch.randn(2, 64, 100)).shape
@@ -213,7 +213,7 @@ class Conv1d(_Conv):
 
 
 class Conv3d(_Conv):
-    """`Conv2d` over three axes, for torch.nn.Conv3d: images are `[n, channels, depth, height, width]`.
+    """`torch.nn.Conv3d` with the options of `Conv2d`: images are `[n, channels, depth, height, width]`.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.Conv3d(32, 64, 3, stride=2, padding=1, density=0.5)(torch.randn(2, 32, 4, 8, 8)).shape
@@ -252,7 +252,7 @@ class _ConvTranspose(Convolution):
         self.output_padding = tuple(per_axis("output_padding", output_padding, self.axes, least=0))
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None, gate: Tensor | None = None) -> Tensor:
-        """`output_size`, of the axes of space, takes the place of `output_padding`: what it has to be follows."""
+        """Compute the convolution. `output_size`, for the axes of space, determines `output_padding` if given."""
         return self.compute(input, self.bias, self.activation, output_size, gate)
 
     def compute(
@@ -263,7 +263,7 @@ class _ConvTranspose(Convolution):
         output_size: Sequence[int] | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """activation(W * x + bias), whatever the module's own bias and activation are."""
+        """Return activation(W * x + bias) for any bias and activation."""
         self._check(x)
         more = self.output_padding if output_size is None else self._output_padding(x, output_size)
         return self._convolve(x, bias, activation, padding=self.padding, output_padding=more, gate=gate)
@@ -282,15 +282,15 @@ class ConvTranspose2d(_ConvTranspose):
     """`torch.nn.ConvTranspose2d` with a weight that is block-sparse in its channels.
 
     Args:
-        in_channels, out_channels, kernel_size: of this operation; any channels, padded inside to whole blocks.
-        stride, padding, output_padding, dilation: as in torch, though dilation comes before the options.
-        layout: which blocks of the (padded) `[out_channels, in_channels]` exist.
-        density, block_size, bias, activation, device, dtype: as for `Conv2d`, as is how weights are drawn.
+        in_channels, out_channels, kernel_size: sizes; the module pads channels to multiples of the block.
+        stride, padding, output_padding, dilation: as in torch.nn.ConvTranspose2d, but dilation is the next positional.
+        layout: the stored blocks of the padded `[out_channels, in_channels]`.
+        density, block_size, bias, activation, device, dtype: as for `Conv2d`, as is the initialisation.
 
     Shapes: `[n, in_channels, height, width] -> [n, out_channels, height, width]`, or both without n.
 
     Raises:
-        BlockSparseError: as `Conv2d`; in the call, an output_size that cannot be.
+        BlockSparseError: as `Conv2d`; in the call, also for an impossible output_size.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -306,7 +306,7 @@ class ConvTranspose2d(_ConvTranspose):
 
 
 class ConvTranspose1d(_ConvTranspose):
-    """`ConvTranspose2d` over one axis, for torch.nn.ConvTranspose1d.
+    """`torch.nn.ConvTranspose1d` with the options of `ConvTranspose2d`.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.ConvTranspose1d(64, 96, 2, stride=2, density=0.5)(torch.randn(2, 64, 50)).shape
@@ -318,7 +318,7 @@ class ConvTranspose1d(_ConvTranspose):
 
 
 class ConvTranspose3d(_ConvTranspose):
-    """`ConvTranspose2d` over three axes, for torch.nn.ConvTranspose3d.
+    """`torch.nn.ConvTranspose3d` with the options of `ConvTranspose2d`.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.ConvTranspose3d(32, 64, 2, stride=2, density=0.5)(torch.randn(2, 32, 2, 4, 4)).shape
@@ -330,7 +330,7 @@ class ConvTranspose3d(_ConvTranspose):
 
 
 def margins(layer: Any) -> list[int]:
-    """Return the padding of a convolution, torch.nn's or ours, as F.pad takes it: the last axis first, before and after."""
+    """Return the margins for F.pad of a convolution, torch.nn's or ours: last axis first, before and after."""
     around: list[int] = []
     for axis in reversed(range(len(layer.kernel_size))):
         if layer.padding == "same":

@@ -1,4 +1,4 @@
-"""The dense weight of a block-sparse module, as code that was written for torch.nn's modules reads it."""
+"""The dense weight of a block-sparse module, for code that reads the `weight` of torch.nn's modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..errors import BlockSparseError
 
-# Properties of a tensor that are tensors; all others are known without the numbers.
+# Properties of a tensor that are tensors. All other properties are known without the elements.
 _TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_base"}
 _FREE = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
@@ -32,10 +32,10 @@ _REFUSED = {
 
 
 class DenseWeight(Tensor):
-    """A read-only tensor whose numbers each operation that reads them makes again; its dtype and shape need none.
+    """A read-only tensor that each operation on its elements computes from the values; dtype and shape cost nothing.
 
-    Operations see a dense tensor, through which gradients reach the values. Views are read-only too: what would be
-    written to them would be lost.
+    Operations get a dense tensor, through which gradients reach the values. Views are read-only too, because writes to
+    them would be lost.
     """
 
     _make: Callable[[], Tensor]
@@ -45,7 +45,7 @@ class DenseWeight(Tensor):
     def of(
         make: Callable[[], Tensor], shape: Sequence[int], like: Tensor, grad: Callable[[], Tensor | None]
     ) -> DenseWeight:
-        """Return the weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
+        """Return a weight with the elements `make()`, the gradient `grad()`, and the dtype and device of `like`."""
         self: DenseWeight = Tensor._make_wrapper_subclass(
             DenseWeight, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
@@ -55,7 +55,7 @@ class DenseWeight(Tensor):
 
     @staticmethod
     def over(tensor: Tensor) -> Tensor:
-        """Return the tensor, read-only, over its memory; itself while a transform or a mode looks on."""
+        """Return a read-only tensor on the memory of another, or that tensor itself inside transforms and modes."""
         if not _is_plain(tensor):
             return tensor
         self = Tensor._make_subclass(DenseWeight, tensor, tensor.requires_grad)
@@ -88,23 +88,23 @@ class DenseWeight(Tensor):
             return made[-1]
 
         args, kwargs = tree_map_only(DenseWeight, dense, (args, kwargs))
-        if name == "__deepcopy__":  # not taken of what has a graph
+        if name == "__deepcopy__":  # PyTorch refuses to copy a tensor that has a graph
             return args[0].detach().requires_grad_(args[0].requires_grad)
-        return tree_map_only((Tensor, np.ndarray), lambda result: _guarded(result, made), func(*args, **kwargs))
+        return tree_map_only((Tensor, np.ndarray), lambda result: _protect(result, made), func(*args, **kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Calls that do not come from Python, or with the way above turned off.
+        # Calls from C++, or with __torch_function__ disabled.
         kwargs = kwargs or {}
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and any(isinstance(each, DenseWeight) for each in tree_iter(given)):
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and any(isinstance(each, DenseWeight) for each in tree_iter(value)):
                 raise _read_only(func)
         args, kwargs = tree_map_only(DenseWeight, lambda weight: weight._make().detach(), (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _guarded(result: Any, made: list[Tensor]) -> Any:
-    """Return the result, read-only where it has the memory of one of the tensors made."""
+def _protect(result: Any, made: list[Tensor]) -> Any:
+    """Return the result, made read-only if it shares the memory of one of the tensors made."""
     if isinstance(result, np.ndarray):
         if any(tensor.device.type == "cpu" and result.ctypes.data == tensor.data_ptr() for tensor in made):
             result.flags.writeable = False
@@ -120,29 +120,29 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _read_only(what: Any) -> BlockSparseError:
     expected = (
-        "nothing written to it or its gradient, as they are made of `values` and theirs: "
+        "no write to it or its gradient, which are computed from `values` and their gradient: "
         "write to that parameter (blocksparse.from_dense makes its values); to merge adapters, "
-        "blocksparse.densify(model) first"
+        "call blocksparse.densify(model) first"
     )
     return BlockSparseError.expected("weight", expected, what)
 
 
 def refuse_weight(name: str, parameter: Any) -> None:
-    """Raise a BlockSparseError for a parameter made of a block-sparse weight: torch.nn.utils.prune registers such."""
+    """Raise a BlockSparseError for a parameter made from a block-sparse weight, as torch.nn.utils.prune registers."""
     if isinstance(parameter, DenseWeight) or hasattr(parameter, "set_layout"):
         weight = name.removesuffix("_orig")
         expected = (
-            "a parameter, not what is made of `values`: prune those, as torch.nn.utils.prune.l1_unstructured(layer, "
-            '"values", amount) does for numbers in the stored blocks; whole blocks are pruned by '
-            "blocksparse.sparsity.GradualBlockPruning, or blocksparse.sparsity.rewire"
+            "a parameter, not a tensor computed from `values`: to prune elements of the stored blocks, call "
+            'torch.nn.utils.prune.l1_unstructured(layer, "values", amount); to prune blocks, use '
+            "blocksparse.sparsity.GradualBlockPruning or blocksparse.sparsity.rewire"
         )
         raise BlockSparseError.expected(weight, expected, type(parameter).__name__)
 
 
 def not_assigned(weight: Any) -> BlockSparseError:
-    """Return the error for one who sets the weight of a module."""
+    """Make the error for an assignment to a module's weight."""
     expected = (
-        "`values` and a layout, which it is made of: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), "
+        "`values` and a layout instead: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), "
         "or layer.values.data.copy_(blocksparse.from_dense(weight, layer.layout))"
     )
     return BlockSparseError.expected("weight", expected, type(weight).__name__)

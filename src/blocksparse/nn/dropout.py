@@ -1,4 +1,4 @@
-"""Dropout whose mask is drawn fast on the CPU and takes one byte per number."""
+"""Dropout with a fast mask on the CPU that takes one byte per element."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from ..ops.registry import can_bypass_dispatcher
 
 
 class Dropout(nn.Module):
-    """`torch.nn.Dropout`, drawn from another generator on the CPU: a twentieth of the time, a quarter of the memory.
+    """`torch.nn.Dropout`, on the CPU with another generator: 1/20 of PyTorch's time and 1/4 of its memory.
 
-    PyTorch draws a mask on the CPU in one thread, number by number, which takes longer than all products of a sparse
-    layer, and keeps it as numbers of x's dtype. Here PyTorch's generator gives a seed for each call, and generators of
-    our own 16 bits for each number, which are compared with p: it is rounded to them, and the scale follows. On other
-    devices, in compiled graphs and under transforms it is PyTorch's own.
+    On the CPU, PyTorch draws the mask in one thread, which takes longer than all products of a sparse layer, and stores
+    it in the dtype of x. Here PyTorch's generator draws one seed per call, and generators of our own draw 16 bits per
+    element, so p is rounded to a multiple of 2^-16. Other devices, graphs and transforms use PyTorch's dropout.
 
     Args:
-        p: the part of the numbers that is set to 0, from 0 to below 1; the others are multiplied by 1 / (1 - p).
+        p: the fraction of elements set to 0, from 0 to below 1; the others are multiplied by 1 / (1 - p).
 
-    Shapes: any; elementwise. With a second argument, `slope`, it is applied to a leaky ReLU of x, of that slope on the
-    negative side: on the CPU in the same pass over memory.
+    Shapes: any; elementwise. `forward(x, slope)` applies dropout to a leaky ReLU of x with that negative slope, on the
+    CPU in the same pass over memory.
 
     Raises:
-        BlockSparseError: a p that is no number from 0 to below 1.
+        BlockSparseError: p is not a number from 0 to below 1.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -43,10 +42,10 @@ class Dropout(nn.Module):
 
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
         x, drops = input, self.training and self.p > 0
-        direct = can_bypass_dispatcher(x) if drops else _saves(x, slope)
+        direct = can_bypass_dispatcher(x) if drops else _saves_memory(x, slope)
         if direct and x.device.type == "cpu":
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
-            order = _order(x)
+            order = _memory_order(x)
             x = x.permute(order) if order else x
             y = dropout.dropout(x, dropout.factors_of(least, float(slope)), drawn, least)
             return y.permute([order.index(axis) for axis in range(x.dim())]) if order else y
@@ -57,19 +56,19 @@ class Dropout(nn.Module):
         return f"{self.p:g}"
 
 
-def _saves(x: Tensor, slope: float) -> bool:
-    """Return whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
+def _saves_memory(x: Tensor, slope: float) -> bool:
+    """Return whether our op saves memory for a leaky ReLU alone: PyTorch keeps x, four times as large as our codes."""
     return slope != 1 and x.requires_grad and torch.is_grad_enabled() and can_bypass_dispatcher(x) and x.is_contiguous()
 
 
-def _order(x: Tensor) -> list[int]:
-    """Return the axes as they lie in memory, where that is another order: images that are channels-last stay so."""
+def _memory_order(x: Tensor) -> list[int]:
+    """Return the order of the axes in memory, such as channels-last; [] if x is contiguous or has gaps."""
     if x.is_contiguous():
         return []
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    return order if x.permute(order).is_contiguous() else []  # else it has gaps
+    return order if x.permute(order).is_contiguous() else []
 
 
 def seed() -> int:
-    """Return a seed for one call, drawn by PyTorch's generator."""
+    """Draw a seed for one call by PyTorch's generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64

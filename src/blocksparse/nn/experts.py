@@ -1,4 +1,4 @@
-"""The experts of a mixture, with block-sparse weights."""
+"""The experts of a mixture-of-experts layer, with block-sparse weights."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ WEIGHTS = "gate_up_proj", "down_proj"
 
 
 class Experts(MultiWeightModule):
-    """Experts of a mixture, gated linear units: the weighted sum of down_e (act(gate_e x) * up_e x) over a token's.
+    """Gated linear units as experts: the weighted sum of down_e (act(gate_e x) * up_e x) over the experts e of a token.
 
-    The interface is that of the library transformers, whose experts `sparsify` replaces: those that compute what
-    MixtralExperts does. The weights of all experts lie one above the other, each padded by itself.
+    The interface is that of MixtralExperts in transformers; `sparsify` replaces experts that compute the same. The
+    weights of all experts are stacked, each padded separately.
 
     Args:
         num_experts, hidden_dim, intermediate_dim: sizes.
-        act_fn: elementwise.
-        layouts: of `gate_up_proj` `[2 intermediate, hidden]`, for each expert, or of all `[experts * 2 intermediate,
-            hidden]`, and of `down_proj` `[hidden, intermediate]` or `[experts * hidden, intermediate]`.
-        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
-        block_size: of these patterns.
+        act_fn: an elementwise function.
+        layouts: layouts by weight. For `gate_up_proj` of shape `[2 intermediate, hidden]`, the same for each expert, or
+            `[experts * 2 intermediate, hidden]`; for `down_proj` `[hidden, intermediate]` or
+            `[experts * hidden, intermediate]`. A weight without a layout is dense, a parameter `[experts, out, in]`.
+        density: fraction of every weight that a random layout stores, instead of layouts.
+        block_size: block of these random layouts, an int or (rows, columns).
         device, dtype: of the parameters.
 
-    What has no layout is dense, a parameter `[experts, out, in]`.
+    Tokens are sorted by expert, and each expert computes its own. The host waits once per call for the number of tokens
+    of each expert. While a CUDA graph is captured it cannot wait, so every expert computes all tokens: the work grows
+    by a factor experts / `k`, and indices out of range count as no expert. The same holds for exported graphs of dense
+    experts.
 
-    Tokens are sorted by expert, and each expert multiplies its own. The host waits once in a call, for the number of
-    tokens of each expert. It cannot while a CUDA graph is captured: every expert then takes all tokens, so that the
-    work grows by the number of experts over `k`, and indices outside of the range count as none. The same holds for
-    exported graphs of dense experts, which consist of PyTorch's own operations.
-
-    Shapes: `hidden_states` `[tokens, hidden]`, `top_k_index` integers `[tokens, k]`, the experts of each token, with
-    `num_experts` for none, and `top_k_weights` `[tokens, k]`, to `[tokens, hidden]`.
+    Shapes: `hidden_states` `[tokens, hidden]`, `top_k_index` integers `[tokens, k]` (the experts of each token, or
+    `num_experts` for none) and `top_k_weights` `[tokens, k]` to `[tokens, hidden]`.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit; in the call, shapes that do not fit, indices that are not
-            integers, or are below 0 or above `num_experts`.
+        BlockSparseError: sizes or layouts do not fit; in the call, shapes do not fit, or an index is not an integer
+            from 0 to `num_experts`.
 
     >>> import torch, blocksparse as bs
     >>> experts = bs.nn.Experts(4, 64, 128, density=0.25)
@@ -74,7 +73,7 @@ class Experts(MultiWeightModule):
         self.intermediate_dim = integer("intermediate_dim", intermediate_dim, 1)
         self.act_fn = act_fn
         inner, outer = self.intermediate_dim, self.hidden_dim
-        # Of dense weights, each of which is one block.
+        # Layouts of dense weights: each expert is one block.
         self._stacks: dict[str, BlockLayout] = {}
         for name, out, in_ in zip(WEIGHTS, (2 * inner, outer), (outer, inner), strict=True):
             self._stacks[name] = BlockLayout([[True]] * self.num_experts, (out, in_))
@@ -84,7 +83,7 @@ class Experts(MultiWeightModule):
         self.reset_parameters()
 
     def _stack(self) -> None:
-        """Make dense weights `[experts, out, in]`."""
+        """Reshape dense weights to `[experts, out, in]`."""
         for name in self.sizes:
             weight = getattr(self, name)
             if isinstance(weight, nn.Parameter) and weight.dim() == 2:
@@ -92,7 +91,7 @@ class Experts(MultiWeightModule):
                 setattr(self, name, nn.Parameter(stacked, weight.requires_grad))
 
     def reset_parameters(self) -> None:
-        """Draw all weights again, uniform within 1 / sqrt(fan_in)."""
+        """Draw new weights, uniform within 1 / sqrt(fan_in)."""
         self._draw_weights()
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
@@ -103,14 +102,14 @@ class Experts(MultiWeightModule):
 
     @property
     def _is_dense(self) -> bool:
-        return not any(map(self._is_stored, WEIGHTS))
+        return not any(map(self._is_sparse, WEIGHTS))
 
-    def _is_stored(self, name: str) -> bool:
-        """Return whether only some blocks of a weight are stored."""
+    def _is_sparse(self, name: str) -> bool:
+        """Return whether a weight is block-sparse."""
         return isinstance(self._modules.get(name), Weight)
 
     def size_of(self, name: str) -> tuple[Size, Size | None] | None:
-        return super().size_of(name) if self._is_stored(name) else None  # others have no padding
+        return super().size_of(name) if self._is_sparse(name) else None  # dense weights have no padding
 
     def densified(self) -> Self:
         new = super().densified()
@@ -122,20 +121,16 @@ class Experts(MultiWeightModule):
         if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_dim:
             raise BlockSparseError.expected("hidden_states", f"[tokens, {self.hidden_dim}]", list(hidden_states.shape))
         tokens = len(hidden_states)
-        for name, given in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-            if (
-                not isinstance(given, Tensor)
-                or given.dim() != 2
-                or len(given) != tokens
-                or given.shape != top_k_index.shape
-            ):
-                raise BlockSparseError.expected(name, f"a tensor [{tokens}, k]", shape_of(given))
+        for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+            is_matrix = isinstance(tensor, Tensor) and tensor.dim() == 2 and len(tensor) == tokens
+            if not is_matrix or tensor.shape != top_k_index.shape:
+                raise BlockSparseError.expected(name, f"a tensor [{tokens}, k]", shape_of(tensor))
         if top_k_index.dtype == torch.bool or top_k_index.is_floating_point() or top_k_index.is_complex():
-            wanted = "integers, the numbers of experts (write top_k_index.long())"
-            raise BlockSparseError.expected("top_k_index", wanted, top_k_index.dtype)
-        exported = torch.compiler.is_exporting() and self._is_dense  # by operations of PyTorch only
+            expected = "integers, the numbers of experts (write top_k_index.long())"
+            raise BlockSparseError.expected("top_k_index", expected, top_k_index.dtype)
+        exported = torch.compiler.is_exporting() and self._is_dense  # an exported graph needs PyTorch's ops only
         if exported or _is_captured(hidden_states):
-            return self._by_all(hidden_states, top_k_index, top_k_weights)
+            return self._compute_all_tokens(hidden_states, top_k_index, top_k_weights)
         order, place, starts = ops.route(top_k_index, self.num_experts)
         k = top_k_index.shape[1]
         # The gradient of an embedding is summed in a fixed order on every device.
@@ -156,20 +151,20 @@ class Experts(MultiWeightModule):
     def _product(weight: Tensor, layout: BlockLayout, starts: Tensor, x: Tensor) -> Tensor:
         return ops.expert_linear(_padded(x, layout), weight, layout, starts)
 
-    def _by_all(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the same without the host: every expert takes all tokens."""
+    def _compute_all_tokens(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute all tokens in every expert, which needs no number of tokens per expert on the host."""
         y = torch.zeros_like(x)
-        for expert, products in enumerate(zip(*map(self._cut, WEIGHTS), strict=True)):
+        for expert, products in enumerate(zip(*map(self._products, WEIGHTS), strict=True)):
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(1, keepdim=True)
             out = self._units(x, *products) * weight
             y = y + torch.where(chosen.any(1, keepdim=True), out, 0).to(y.dtype)
         return y
 
-    def _cut(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Return the product with each expert's weight, cut at once, so that the gradient is joined once."""
+    def _products(self, name: str) -> list[Callable[[Tensor], Tensor]]:
+        """Return the product with each expert's weight; one split of the weight means one join of its gradient."""
         weight, layout = self._weight(name)
-        if not self._is_stored(name):
+        if not self._is_sparse(name):
             return [partial(F.linear, weight=own) for own in weight.unbind(0)]
         layouts = [part.layout for part in ops.parts_of(layout, self.num_experts)]
         pieces = weight.split([each.nnz for each in layouts])

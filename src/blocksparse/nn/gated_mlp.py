@@ -19,14 +19,14 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedMLP(nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), whose first two products are one kernel on a GPU in inference.
+    """A gated MLP: down_proj(activation(gate_proj(x)) * up_proj(x)).
 
-    Its layers are `blocksparse.nn.Linear` with the names of LlamaMLP's, so that state dicts, pruning and sparse
-    training treat it as they treat three layers.
+    In inference on a GPU, one kernel computes the first two products. The three layers are `blocksparse.nn.Linear` and
+    have the names of LlamaMLP, so state dicts, pruning and sparse training treat them as three layers.
 
     Args:
         features, hidden: sizes.
-        density: the fraction of its numbers that a random pattern stores of every weight; None for all.
+        density: fraction of every weight that a random layout stores; None stores all.
         block_size: an int or (rows, columns).
         activation: None, "relu", "gelu" (the exact one) or "silu".
         bias: whether the layers have biases.
@@ -74,11 +74,11 @@ class GatedMLP(nn.Module):
 
     @classmethod
     def of(cls, mlp: nn.Module) -> Self:
-        """Return the same layers, parameters shared, of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`.
+        """Make a GatedMLP that shares the layers of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`.
 
         Raises:
-            BlockSparseError: the module has no such layers, block-sparse ones of one block, or computes something else,
-                as a comparison for some random tokens finds, in training and in evaluation.
+            BlockSparseError: the module does not have these layers, block-sparse with one block size, or it computes
+                something else, which is tested with some random tokens in training and in evaluation mode.
 
         >>> import torch, blocksparse as bs
         >>> from torch import nn
@@ -99,18 +99,18 @@ class GatedMLP(nn.Module):
             got = ", ".join(f"{name} {kind}" for name, kind in zip(PROJECTIONS, kinds, strict=True))
             raise BlockSparseError.expected("mlp", "gate_proj, up_proj and down_proj, blocksparse.nn.Linear", got)
         others = {name for name, _ in mlp.named_children()} - {*PROJECTIONS, "act_fn"}
-        if others or _hooked(mlp):
+        if others or _has_hooks(mlp):
             got = f"others ({', '.join(sorted(others))})" if others else "hooks on the module itself"
             raise BlockSparseError.expected("mlp", "no modules but its projections and act_fn, and no hooks", got)
         if layers[0].values.is_meta:
-            raise BlockSparseError.expected("mlp", "weights with numbers, to compare what it computes", "meta tensors")
+            raise BlockSparseError.expected("mlp", "weights with data, to compare outputs", "meta tensors")
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         for name, layer in zip(PROJECTIONS, layers, strict=True):
             setattr(fused, name, layer)
-        known = [key for key, own in ACTIVATIONS.items() if _same_function(getattr(mlp, "act_fn", None), own)]
-        fused.activation = next(iter(known), None)
-        if not known or not _same(mlp, fused):
+        matching = [key for key, own in ACTIVATIONS.items() if _is_activation(getattr(mlp, "act_fn", None), own)]
+        fused.activation = next(iter(matching), None)
+        if not matching or not _computes_same(mlp, fused):
             expected = (
                 f"act_fn out of {list(ACTIVATIONS)}, and down_proj(act_fn(gate_proj(x)) * up_proj(x)), not only 0"
             )
@@ -120,7 +120,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
-        if torch.compiler.is_compiling() or not (_is_bare(gate) and _is_bare(up)):
+        if torch.compiler.is_compiling() or not (_is_product_only(gate) and _is_product_only(up)):
             hidden = ACTIVATIONS[self.activation](gate(x)) * up(x)
         else:
             weights = gate.values, gate.layout, up.values, up.layout
@@ -131,33 +131,34 @@ class GatedMLP(nn.Module):
         return f"activation={self.activation!r}"
 
 
-def _is_bare(layer: Any) -> bool:
-    """Return whether a call of the layer is its product alone, and nobody waits for its inputs or outputs."""
-    if type(layer) is not Linear or "forward" in vars(layer):  # accelerate's hooks write one into the module
+def _is_product_only(layer: Any) -> bool:
+    """Return whether the layer's call is just its product, without hooks, activation or padding."""
+    if type(layer) is not Linear or "forward" in vars(layer):  # accelerate replaces `forward` of the instance
         return False
     if layer.activation is not None or torchs._has_any_global_hook():
         return False
-    return (layer.out_features, layer.in_features) == layer._layout.shape and not _hooked(layer)
+    return (layer.out_features, layer.in_features) == layer._layout.shape and not _has_hooks(layer)
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 
 
-# Where activations differ: near 0, and far from it, where some end.
+# Inputs that distinguish activations: near 0, and far from 0, where some saturate.
 POINTS = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-1e4, -100, -20, 20, 100, 1e4])]).double()
 
 
-def _same_function(act: Any, own: Callable[[Tensor], Tensor]) -> bool:
+def _is_activation(act: Any, own: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether `act` computes the same as our activation `own`."""
     try:
         return torch.allclose(act(POINTS), own(POINTS))
-    except Exception:  # whatever it is, it is no activation that is known
+    except Exception:  # not a function of one tensor
         return False
 
 
-def _same(mlp: nn.Module, fused: GatedMLP) -> bool:
-    """Return whether both give the same, and not only 0, for some random tokens, of numbers near 1 and of large ones."""
+def _computes_same(mlp: nn.Module, fused: GatedMLP) -> bool:
+    """Return whether both modules have equal outputs, not all 0, for random tokens of small and of large numbers."""
     like = fused.gate_proj.values
     modes = {module: module.training for module in mlp.modules()}
     kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
@@ -172,7 +173,7 @@ def _same(mlp: nn.Module, fused: GatedMLP) -> bool:
                 expected, found = mlp(size * tokens), fused(size * tokens)
                 if not (expected.norm() > 0 and (expected - found).norm() <= tolerance * expected.norm()):
                     return False
-    except Exception:  # it takes something else than tokens, or gives something else
+    except Exception:  # its input or output is something else than tokens
         return False
     finally:
         for module, training in modes.items():

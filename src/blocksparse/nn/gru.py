@@ -1,4 +1,4 @@
-"""The GRU and the plain recurrent layer, dense or block-sparse."""
+"""The GRU and the Elman RNN, dense or block-sparse."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .recurrent import Recurrent, SparseOptions, cast, pad
 
 
 class HiddenOnly(Recurrent):
-    """Recurrent layers whose state is h alone."""
+    """The base of recurrent layers without a state c."""
 
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: Tensor | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, Tensor]:
         if not isinstance(hx, Tensor | None):
             raise BlockSparseError.expected("hx", "a tensor, the initial h", type(hx).__name__)
-        # The state c of the base is given and comes back as it is: what no step changes.
+        # The base class has a state c, which no step changes.
         y, (h, _) = super().forward(input, None if hx is None else (hx, hx), table=table)
         return y, h
 
@@ -39,7 +39,7 @@ class HiddenOnly(Recurrent):
         return unrolled(steps, step, (of_inputs,), h, c)
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """Return the next h, from the products of the input and of h, with their biases."""
+        """Return the next h from the products with the input and with h, which include their biases."""
         raise NotImplementedError
 
 
@@ -51,17 +51,16 @@ class GRU(HiddenOnly):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.GRU.
-        layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the three gates, or
-            `[3 hidden, hidden]`. Input weights of the same shape have it too.
+        layout: the blocks of each recurrent weight, `[hidden, hidden]` for all gates or `[3 hidden, hidden]`. Input
+            weights of the same shape use it too.
         input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[3 hidden, input]`.
-        layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`, as is what is dense, and what the
-            parameters are called.
+        layouts, density, block_size, device, dtype: as in `blocksparse.nn.LSTM`, as are the names of the parameters.
 
-    Shapes: as torch.nn.GRU's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
+    Shapes: as torch.nn.GRU: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
     `[steps, batch, hidden_size]` and the final h `[layers * directions, batch, hidden_size]`.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or the input has another shape.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -88,9 +87,12 @@ class RNN(HiddenOnly):
     Args:
         input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional: as torch.nn.RNN;
             the nonlinearity is "tanh" or "relu".
-        layout, input_layout, layouts, density, block_size, device, dtype: as `blocksparse.nn.GRU`, of one gate.
+        layout, input_layout, layouts, density, block_size, device, dtype: as in `blocksparse.nn.GRU`, for one gate.
 
-    Shapes and errors are those of `blocksparse.nn.GRU`, and an unknown nonlinearity is one.
+    Shapes are those of `blocksparse.nn.GRU`.
+
+    Raises:
+        BlockSparseError: as `blocksparse.nn.GRU`; also for an unknown nonlinearity.
 
     >>> import torch, blocksparse as bs
     >>> rnn = bs.nn.RNN(64, 256, density=0.25)

@@ -23,26 +23,25 @@ class LSTM(Recurrent):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size: as torch.nn.LSTM.
-        layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the four gates, or
-            `[4 hidden, hidden]`, with `proj_size` in place of the last hidden. Input weights of the same shape have it
-            too.
+        layout: the blocks of each recurrent weight, `[hidden, hidden]` for all four gates or `[4 hidden, hidden]`; with
+            a projection, `proj_size` replaces the last hidden. Input weights of the same shape use it too.
         input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[4 hidden, input]`.
         proj_layout: the blocks of the projection, `[proj_size, hidden]`.
-        layouts: those of single weights by their names, `{"weight_hh_l0": layout}`, in place of the ones above.
-        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
-        block_size: of these patterns.
+        layouts: layouts of single weights by name, such as `{"weight_hh_l0": layout}`, instead of the ones above.
+        density: fraction of every weight that a random layout stores, instead of layouts.
+        block_size: block of these random layouts, an int or (rows, columns).
         device, dtype: of the parameters.
 
-    What no layout fits is dense. Without a layout and a density the parameters and their names are torch.nn.LSTM's,
-    and so are the results. Of a block-sparse weight, `weight_hh_l0` say, the parameter is `weight_hh_l0.values`. The
-    weight gradient of all time steps is one product. Under autocast, and with 16-bit parameters, c is carried in
-    float32. On a GPU in 16 bits steps are fastest with a `layout` of one gate: all four then load their inputs once.
+    Weights without a layout are dense. Without any layout and density, the parameters, their names and the results are
+    those of torch.nn.LSTM. The parameter of a block-sparse weight such as `weight_hh_l0` is `weight_hh_l0.values`. The
+    weight gradient of all time steps is one product. Under autocast and with 16-bit parameters, c is float32. On a GPU
+    in 16 bits, a `layout` of one gate is fastest, because all four gates then load their inputs once.
 
-    Shapes: as torch.nn.LSTM's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
+    Shapes: as torch.nn.LSTM: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
     `[steps, batch, hidden_size]` and the final h and c `[layers * directions, batch, hidden_size]`.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or the input has another shape.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -77,14 +76,14 @@ class LSTM(Recurrent):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
-        found = self._one_step(input, hx) if table is None else None
-        if found is not None:
-            return found
+        result = self._one_step(input, hx) if table is None else None
+        if result is not None:
+            return result
         x = input.data if isinstance(input, PackedSequence) else input
-        if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
+        if table is not None or not isinstance(x, Tensor) or not self._uses_torch_kernels(x, hx):
             return super().forward(input, hx, table=table)
         rows, times, restore = self._rows(input, None)
-        h, c = self._initial(hx, times.batch, rows, input)
+        h, c = self._initial_states(hx, times.batch, rows, input)
         weights = self._flat_weights()
         check_dtypes(rows, *weights)
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
@@ -98,9 +97,9 @@ class LSTM(Recurrent):
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 
     def _one_step(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
-        """Return the whole of a usual call for one step in inference on the CPU; None for what the long way has to see.
+        """Compute one step in inference on the CPU, or return None if the call needs the general forward pass.
 
-        That takes longer than the products of a thousand units do.
+        The general pass takes longer than the products of a thousand units.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 3:
             return None
@@ -120,14 +119,14 @@ class LSTM(Recurrent):
             tensors += [input_weight, weight, *biases]
         if not can_bypass_dispatcher(*tensors, plain_call=True):
             return None
-        found = cpu.lstm_step_fast(x, *self._initial(hx, batch, x, x), layers)
-        if found is None:
+        result = cpu.lstm_step_fast(x, *self._initial_states(hx, batch, x, x), layers)
+        if result is None:
             return None
-        y, h, c = found
+        y, h, c = result
         return y, (h, to_dtype(c, x.dtype if hx is None else hx[1].dtype))
 
-    def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
-        """Return whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""
+    def _uses_torch_kernels(self, x: Tensor, hx: State | None) -> bool:
+        """Return whether PyTorch's kernels are faster, for dense weights: cuDNN on a GPU, oneDNN in inference."""
         if any(isinstance(weight, Weight) for weight in self.children()):
             return False
         check_states(hx)
@@ -139,7 +138,7 @@ class LSTM(Recurrent):
         return self
 
     def flatten_parameters(self) -> None:
-        """Put dense weights on a GPU side by side in memory, since cuDNN would copy them in every call."""
+        """Make dense weights on a GPU contiguous in memory, because cuDNN would copy them in every call."""
         weights = self._flat_weights()
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
             return
@@ -155,7 +154,7 @@ class LSTM(Recurrent):
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
-        """The weights and biases of each cell as torch.nn.LSTM has them; block-sparse ones dense and read-only."""
+        """The weights and biases of each cell, as in torch.nn.LSTM; block-sparse ones as dense, read-only tensors."""
         flat = [weight.weight if isinstance(weight, Weight) else weight for weight in self._flat_weights()]
         per_cell = len(flat) // (self.num_layers * self.directions)
         return [flat[i : i + per_cell] for i in range(0, len(flat), per_cell)]

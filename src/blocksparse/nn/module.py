@@ -304,8 +304,8 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
             with torch.inference_mode(False):
                 data = data.clone()
     if data.shape != parameter.shape:
-        # A graph that still exists, such as the last loss's, has a gradient node with the old shape. PyTorch makes a new
-        # node only when the dtype changes, so change it twice.
+        # A graph that still exists, such as the last loss's, has a gradient node with the old shape. PyTorch makes a
+        # new node only when the dtype changes, so change it twice.
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         with torch.inference_mode(False):
             parameter.data = data.new_empty(0, dtype=other)

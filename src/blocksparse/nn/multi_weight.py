@@ -1,4 +1,4 @@
-"""The base of modules with several weights, each dense or block-sparse, and of parts that lie one above the other."""
+"""The base of modules with several weights, dense or block-sparse, which can be stacks of parts such as gates."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from .module import Weight, random_layout
 
 
 class Size(NamedTuple):
-    """A number of features, without and with padding."""
+    """A number of features, without padding (`real`) and with padding (`padded`)."""
 
     real: int
     padded: int
 
     def used(self, size: int, parts: bool = True) -> Tensor:
-        """Mark which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
+        """Return a bool mask `[size]` on the CPU, False for padding.
+
+        With `parts=True`, `size` is the size of a stack of parts, each padded to `padded`.
+        """
         index = torch.arange(size, device="cpu")
         return (index % self.padded if parts else index) < self.real
 
 
 class MultiWeightModule(nn.Module):
-    """A module whose weights are plain parameters where dense, and modules with `values` and a layout where not.
+    """A module with several weights: dense ones are parameters, block-sparse ones are `Weight` modules.
 
-    Both have the name that torch.nn's module of this kind gives the weight, so that state dicts of dense modules are
-    the same. A weight is of one part or of several, as a gate's or a head's are: each is padded by itself.
+    The names are those of torch.nn's module, so that state dicts of dense modules are the same. A weight is a stack of
+    one or more parts, such as the gates of an LSTM. Each part is padded separately.
     """
 
     def __init__(
@@ -59,18 +62,18 @@ class MultiWeightModule(nn.Module):
         refuse_weight(name, param)
         super().register_parameter(name, param)
 
-    def _check_layouts(self, *given: BlockLayout | None) -> None:
-        """Raise a BlockSparseError for a layout that is none, or one besides a density."""
-        layouts = [each for each in (*given, *self._layouts.values()) if each is not None]
+    def _check_layouts(self, *layouts_of_arguments: BlockLayout | None) -> None:
+        """Raise a BlockSparseError if a layout is of another type, or if there are layouts and a density."""
+        layouts = [each for each in (*layouts_of_arguments, *self._layouts.values()) if each is not None]
         for each in layouts:
             check_layout(each)
         if self._density is not None and layouts:
             raise BlockSparseError.expected("density", "None if a layout is given", self._density)
 
     def _add_weight(self, name: str, parts: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
-        """Return a weight of `parts` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
+        """Add a weight, a stack of `parts` parts `[out, in_]`: block-sparse if it has a layout or there is a density.
 
-        The layout is that of one part, then of each, or that of all; one in `layouts` by this name comes before it.
+        The layout is that of every part, or of the whole stack. An entry of this name in `layouts` takes precedence.
         """
         layout = self._layouts.pop(name, layout)
         if layout is not None:
@@ -79,7 +82,7 @@ class MultiWeightModule(nn.Module):
             if layout.shape not in shapes:
                 either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
                 raise BlockSparseError.expected(f"the layout of {name}", f"shape {either}", repr(layout))
-            layout = layout if layout.shape == shapes[1] else _stacked(layout, parts)
+            layout = layout if layout.shape == shapes[1] else _stack(layout, parts)
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
             shape = (parts * padded_to(out.padded, block[0]), padded_to(in_.padded, block[1]))
@@ -93,17 +96,17 @@ class MultiWeightModule(nn.Module):
             setattr(self, name, Weight(layout, **self._options))
 
     def _check_names(self) -> None:
-        """Raise a BlockSparseError unless each of `layouts` was that of a weight."""
+        """Raise a BlockSparseError if `layouts` has a name that no weight has."""
         if self._layouts:
             raise BlockSparseError.expected("layouts", f"names out of {list(self.sizes)}", sorted(self._layouts))
 
     def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
-        """Return a weight in use, and its layout."""
-        weight = self._modules.get(name)  # Module's own way to it takes as long as a small product
+        """Return a weight's tensor and its layout, None if it is dense."""
+        weight = self._modules.get(name)  # read directly, because Module's attribute access is slow
         return (weight.values, weight.layout) if isinstance(weight, Weight) else (getattr(self, name), None)
 
     def _product_with(self, x: Tensor, name: str, parts: slice, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias of some parts of a weight, without padding: `[..., in] -> [..., parts * out]`."""
+        """Return x W^T + bias for some parts of a weight, without padding: `[..., in] -> [..., parts * out]`."""
         out, _ = self.sizes[name]
         weight, layout = self._weight(name)
         rows = slice(parts.start * out.padded, parts.stop * out.padded)
@@ -111,11 +114,11 @@ class MultiWeightModule(nn.Module):
             dense: Tensor = F.linear(x, weight[rows], bias)
             return dense
         if (rows.start, rows.stop) != (0, layout.shape[0]):
-            if is_dynamo_compiling():  # which does not know what is stored of a part
-                every = self._product_with(x, name, slice(0, layout.shape[0] // out.padded))
-                y: Tensor = every[..., parts.start * out.real : parts.stop * out.real]
+            if is_dynamo_compiling():  # a dynamic layout has no known parts, so compute all of them
+                all_parts = self._product_with(x, name, slice(0, layout.shape[0] // out.padded))
+                y: Tensor = all_parts[..., parts.start * out.real : parts.stop * out.real]
                 return y if bias is None else y + bias
-            begin, layout = _part(getattr(self, name), rows.start, rows.stop)
+            begin, layout = _layout_of_rows(getattr(self, name), rows.start, rows.stop)
             weight = weight[begin : begin + layout.nnz]
         if layout.shape[1] != x.shape[-1]:
             x = F.pad(x, (0, layout.shape[1] - x.shape[-1]))
@@ -125,17 +128,17 @@ class MultiWeightModule(nn.Module):
         return y if bias is None else y + bias
 
     def size_of(self, name: str) -> tuple[Size, Size | None] | None:
-        """(outputs of one part, inputs) of a weight; of a vector that is padded like outputs, these and None."""
+        """Return (outputs of one part, inputs) of a weight, (outputs, None) of a vector, None of another name."""
         return self.sizes.get(name)
 
     def shape_of(self, name: str) -> tuple[int, int]:
-        """(out, in) of a weight, without padding."""
+        """Return (out, in) of a weight, without padding."""
         weight, (out, in_) = getattr(self, name), self.sizes[name]
         rows = weight.layout.shape[0] if isinstance(weight, Weight) else len(weight)
         return rows // out.padded * out.real, in_.real
 
     def with_weights(self, weights: Mapping[str, nn.Parameter | Weight]) -> Self:
-        """Return a module with other weights or biases of these names, which shares all else with this one."""
+        """Return a module with these weights and biases, which shares everything else with this one."""
         new = copy.copy(self)
         new._parameters, new._modules = dict(self._parameters), dict(self._modules)
         for name, weight in weights.items():
@@ -144,7 +147,7 @@ class MultiWeightModule(nn.Module):
         return new
 
     def densified(self) -> Self:
-        """Return the same module with dense weights, and so without padding; what stays as it is, is shared."""
+        """Return the module with dense weights, without padding; unchanged parameters are shared."""
         changed: dict[str, nn.Parameter | Weight] = {}
         sizes: dict[str, tuple[Size, Size]] = {}
         for name, old in (*self.named_parameters(recurse=False), *self.named_children()):
@@ -164,20 +167,20 @@ class MultiWeightModule(nn.Module):
         return new
 
     def _draw_weights(self) -> None:
-        """Draw the block-sparse weights again, uniform within 1 / sqrt(fan_in)."""
+        """Draw new block-sparse weights, uniform within 1 / sqrt(fan_in)."""
         for name, weight in self.named_children():
             if isinstance(weight, Weight):
                 weight.draw_values(self._used(name, weight.layout))
 
     def _used(self, name: str, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
-        """Return which outputs and inputs of a weight's layout are not padding; None where all are real."""
+        """Return two bool masks, False for padded outputs and inputs of a weight's layout; None without padding."""
         out, in_ = self.sizes[name]
         used = out.used(layout.shape[0]), in_.used(layout.shape[1], parts=False)
         return None if all(bool(side.all()) for side in used) else used
 
 
-def _part(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
-    """Return how many blocks are stored above some rows of a weight, whole blocks, and the layout of these; made once."""
+def _layout_of_rows(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
+    """Return the number of blocks before row `start` of a weight, and the cached layout of rows `start` to `stop`."""
     layout = weight.layout
     first, last = (row // layout.block_shape[0] for row in (start, stop))
     stored = slice(int(layout.row_start[first]), int(layout.row_start[last]))
@@ -186,10 +189,11 @@ def _part(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
         rows, cols = layout.row_of_block[stored] - first, layout.col_of_block[stored]
         return BlockLayout.from_indices(rows, cols, (last - first, layout.grid[1]), layout.block_shape)
 
-    return stored.start, layout.derived((_part, first, last), make)
+    return stored.start, layout.derived((_layout_of_rows, first, last), make)
 
 
-def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
+def _stack(layout: BlockLayout, times: int) -> BlockLayout:
+    """Return the layout of several weights with this layout, stacked by rows."""
     rows, cols = (index.numpy() for index in block_coordinates(layout, torch.device("cpu")))
     all_rows = (np.arange(times)[:, None] * layout.grid[0] + rows).ravel()
     grid = (times * layout.grid[0], layout.grid[1])
@@ -197,5 +201,5 @@ def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
 
 
 def padded_to(size: int, block: int | None) -> int:
-    """Return the least multiple of the block that is not below the size."""
+    """Round a size up to a multiple of the block; without a block, return it."""
     return size if block is None else -(-size // block) * block

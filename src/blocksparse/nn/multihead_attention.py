@@ -23,25 +23,26 @@ class MultiheadAttention(MultiWeightModule):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first: as
             torch.nn.MultiheadAttention.
-        layout: the blocks of the projections of queries, keys and values, `[embed_dim, embed_dim]` for each of them or
-            `[3 embed_dim, embed_dim]`; with the shape of one, of the output's projection too.
-        layouts: those of single weights by their names, `in_proj_weight`, `out_proj.weight` or, where keys or values
-            have another size, `q_proj_weight`, `k_proj_weight` and `v_proj_weight`; in place of the one above.
-        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
-        block_size: of these patterns.
+        layout: the blocks of the projections of queries, keys and values, `[embed_dim, embed_dim]` for all three or
+            `[3 embed_dim, embed_dim]`. The output projection uses a layout of one projection too.
+        layouts: layouts of single weights by name, instead of `layout`: `in_proj_weight` and `out_proj.weight`, or, if
+            keys or values have another size, `q_proj_weight`, `k_proj_weight` and `v_proj_weight`.
+        density: fraction of every weight that a random layout stores, instead of layouts.
+        block_size: block of these random layouts, an int or (rows, columns).
         device, dtype: of the parameters.
 
-    What no layout fits is dense. Without a layout and a density the parameters and their names are
-    torch.nn.MultiheadAttention's, and so are the results. Of a block-sparse weight the parameter is
-    `in_proj_weight.values`; the heads themselves are dense, by PyTorch's kernels. `torch.nn.TransformerEncoderLayer`
-    and the like take the module in place of theirs, and do not fuse it.
+    Weights without a layout are dense. Without any layout and density, the parameters, their names and the results are
+    those of torch.nn.MultiheadAttention. The parameter of a block-sparse weight is `in_proj_weight.values`. The heads
+    are dense and use PyTorch's kernels. `torch.nn.TransformerEncoderLayer` and similar layers accept this module in
+    place of theirs, and do not fuse it.
 
     Shapes: `query` `[target, batch, embed_dim]`, `key` `[source, batch, kdim]`, `value` `[source, batch, vdim]`, or
-    batch first, or without a batch, to the output, shaped as the query, and the weights `[batch, target, source]`, for
-    each head `[batch, heads, target, source]`, or None. The masks are those of torch.nn.MultiheadAttention.
+    batch first, or without a batch. Returns the output in the shape of the query, and the weights
+    `[batch, target, source]`, per head `[batch, heads, target, source]`, or None. Masks are those of
+    torch.nn.MultiheadAttention.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit; in the call, shapes that do not, `is_causal` without a mask.
+        BlockSparseError: sizes or layouts do not fit; in the call, shapes do not fit, or `is_causal` has no mask.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -54,7 +55,7 @@ class MultiheadAttention(MultiWeightModule):
     Source: Vaswani et al., Attention is all you need (2017).
     """
 
-    # What makes PyTorch's encoder layers take their own, unfused way: they would read the weights themselves.
+    # False makes PyTorch's encoder layers call this module. Their fused kernels would read its weights instead.
     _qkv_same_embed_dim = False
     out_proj: Any
     bias_k: nn.Parameter | None
@@ -122,7 +123,7 @@ class MultiheadAttention(MultiWeightModule):
         return Linear(self.embed_dim, self.embed_dim, bias=bias, block_size=self._block_size, **sparse, **self._options)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again: dense weights as torch.nn.MultiheadAttention does, biases are 0."""
+        """Draw new parameters: dense weights as torch.nn.MultiheadAttention does; biases are 0."""
         self.out_proj.reset_parameters()
         self._draw_weights()
         with torch.no_grad():
@@ -155,7 +156,7 @@ class MultiheadAttention(MultiWeightModule):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         (batch, target, _), source, appended = query.shape, key.shape[1], 0
         if is_causal and attn_mask is None:
-            raise BlockSparseError.expected("attn_mask", "the mask that is_causal is a hint of", None)
+            raise BlockSparseError.expected("attn_mask", "the mask that is_causal=True describes", None)
         if not is_causal or key_padding_mask is not None or need_weights:
             is_causal = False
             mask = self._mask(key_padding_mask, attn_mask, query, source)
@@ -188,9 +189,9 @@ class MultiheadAttention(MultiWeightModule):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether there is a batch; a BlockSparseError unless the shapes fit each other."""
-        given = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
-        for name, (x, size) in given.items():
+        """Return whether the inputs have a batch axis; raise a BlockSparseError unless their shapes fit."""
+        inputs = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        for name, (x, size) in inputs.items():
             if not isinstance(x, Tensor) or x.is_nested:
                 raise BlockSparseError.expected(name, "a dense tensor", type(x).__name__)
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
@@ -218,21 +219,21 @@ class MultiheadAttention(MultiWeightModule):
         return first, *(self._product_with(x, "in_proj_weight", part, b) for x, part, b in others)
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, query: Tensor, source: int) -> Tensor | None:
-        """What is added to the scores, `[batch or 1, heads or 1, target or 1, source]`; None for nothing."""
+        """Merge both masks into one to add to the scores, `[batch or 1, heads or 1, target or 1, source]`, or None."""
         batch, target, _ = query.shape
         merged = None
         if mask is not None:
             shapes = [target, source], [batch * self.num_heads, target, source]
             if list(mask.shape) not in shapes:
-                expected = " or ".join(map(str, shapes)) + " (mask[:target, :source] is its part for shorter inputs)"
+                expected = " or ".join(map(str, shapes)) + " (for shorter inputs, pass mask[:target, :source])"
                 raise BlockSparseError.expected("attn_mask", expected, list(mask.shape))
-            mask = _added("attn_mask", mask, query.dtype)
+            mask = _additive("attn_mask", mask, query.dtype)
             merged = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
         if padding is not None:
             if list(padding.shape) != [batch, source]:
                 raise BlockSparseError.expected("key_padding_mask", [batch, source], list(padding.shape))
-            added = _added("key_padding_mask", padding, query.dtype).view(batch, 1, 1, source)
-            merged = added if merged is None else merged + added
+            additive = _additive("key_padding_mask", padding, query.dtype).view(batch, 1, 1, source)
+            merged = additive if merged is None else merged + additive
         return merged
 
     def extra_repr(self) -> str:
@@ -242,8 +243,8 @@ class MultiheadAttention(MultiWeightModule):
         return ", ".join(shown)
 
 
-def _added(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers that are added to scores: of a bool one -inf where it is True."""
+def _additive(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask to add to scores; a bool mask becomes -inf where it is True, else 0."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
     if not mask.is_floating_point():

@@ -16,24 +16,24 @@ from .weight_norm import Normed, l2_normalize, l2_normalize_dense, norms
 
 
 class MultiplicativeLSTM(Normed, Recurrent):
-    """An LSTM whose state is multiplied elementwise by factors from the input before it enters the gates.
+    """An LSTM whose gates see the state multiplied elementwise by factors from the input.
 
         m = (x W_im^T) * (h W_hm^T);  i, f, g, o = x W_ih^T + m W_mh^T + b
         c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.LSTM.
-        weight_norm: whether each output's weights are trained as direction and length, gain * w / |w|, computed in
-            each call; `blocksparse.nn.fold` ends it when training is over.
-        layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of input weights of the same
-            shape.
+        weight_norm: whether weights are normalized in each call, gain * w / |w| for each output; after training,
+            `blocksparse.nn.fold` makes them plain weights.
+        layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`. Input weights of the same shape use it
+            too.
         input_layout: the blocks of the first layer's W_im and of each gate in W_ih, `[hidden, input]`.
         layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
-    What no layout fits is dense. Shapes are those of `nn.LSTM`.
+    Weights without a layout are dense. Shapes are those of `nn.LSTM`.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or the input has another shape.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -74,7 +74,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
         return cell
 
     def reset_parameters(self) -> None:
-        """Draw all weights again; the gains are the weights' norms, so that nothing is scaled at first."""
+        """Draw new weights and set the gains to their norms, which leaves the weights unscaled."""
         super().reset_parameters()
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -93,7 +93,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
 
     @torch.no_grad()
     def fold(self) -> Self:
-        """Return the module itself, with the effective weights as its weights and without gains."""
+        """Set the weights to the normalized ones, remove the gains and return the module."""
         for name in [name for name, _ in self.named_parameters(recurse=False) if name.startswith("gain_")]:
             weight = name.replace("gain", "weight")
             super()._weight(weight)[0].copy_(self._weight(weight)[0])

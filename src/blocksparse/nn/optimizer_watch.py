@@ -38,12 +38,12 @@ def stepped_optimizers() -> Iterable[torch.optim.Optimizer]:
 
 
 def mark_resized(parameter: Tensor) -> None:
-    """Check shapes before the next step on the parameter: fused optimizers would write past the end of their state."""
+    """Mark a parameter whose shape has changed, so that the next step checks the state before it can overrun it."""
     _resized[parameter] = True
 
 
 def mark_state_stale(parameter: Tensor) -> None:
-    """Refuse steps on the parameter with the state that optimizers have for it now."""
+    """Mark the optimizers' present state of a parameter as stale, so that steps with it are refused."""
     states = (optimizer.state.get(parameter, {}) for optimizer, is_own in _stepped.items() if is_own)
     tensors = [each for state in states for each in state.values() if isinstance(each, Tensor) and each.numel() > 1]
     if tensors:

@@ -1,4 +1,4 @@
-"""Block-sparse weights in 8 bits, for inference, and the linear layer of one."""
+"""Block-sparse weights in int8, for inference, and the linear layer of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout_module import INDICES_REQUIRED, LayoutModule
 from .linear import Linear, LinearModule
 from .module import BlockSparseModule, check_parameters
 
-# Axes of the layout's blocks that each tensor has; the values of a convolution have those of its kernel besides.
+# How many axes of `layout.values_shape` each tensor has. The values of a convolution also have its kernel's axes.
 SHAPES = {"values": 3, "scales": 2}
 
 
@@ -29,62 +29,62 @@ class QuantizedModule(LayoutModule):
 
     def __init__(self, layout: BlockLayout, values: Tensor, scales: Tensor):
         super().__init__(layout)
-        self.hold(values, scales)
+        self.set_buffers(values, scales)
 
-    def hold(self, values: Tensor, scales: Tensor, *bias: Tensor | None) -> None:
-        """Take values of the module's layout and their scales, and a bias or None where it has one."""
+    def set_buffers(self, values: Tensor, scales: Tensor, *bias: Tensor | None) -> None:
+        """Register values of the module's layout and their scales as buffers, and the bias if one is passed."""
         for name, tensor in zip(("values", "scales", "bias"), (values, scales, *bias), strict=False):
-            self.__dict__.pop(name, None)  # a None of the layer that this one was made of
+            self.__dict__.pop(name, None)  # the float layer's attribute, which can be None
             self.register_buffer(name, None if tensor is None else tensor.detach())
         self.reset_layout_buffers()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         scales = self.scales
         super()._apply(fn, recurse)
-        if self.scales.dtype != scales.dtype:  # casts are for the bias
+        if self.scales.dtype != scales.dtype:  # casts change the bias only
             self.scales = scales.to(self.scales.device)
         return self
 
     def cast_bias(self, bias: Tensor | None, x: Any) -> Tensor | None:
-        """Return the bias as the product with x takes it: under autocast, as everywhere in it, x may be of 16 bits."""
+        """Return the bias, cast to the dtype of x under autocast, where x can have 16 bits."""
         if bias is not None and isinstance(x, Tensor) and in_autocast(x):
             return bias.to(x.dtype)
         return bias
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Return the values as they count."""
+    def dequantized_values(self, dtype: torch.dtype) -> Tensor:
+        """Return values * scales in a dtype."""
         scales = self.scales.reshape(*self.scales.shape, *[1] * (self.values.dim() - 2))
         return (self.values * scales).to(dtype)
 
-    def _load_layout(self, given: dict[str, Any]) -> None:
-        layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
+    def _load_layout(self, loaded: dict[str, Any]) -> None:
+        layout, crow, col = self._layout, loaded.get("crow_indices"), loaded.get("col_indices")
         if crow is not None and col is not None:
-            self._check_blocks(given.get("values"))
+            self._check_blocks(loaded.get("values"))
             layout = layout_from_state(crow, col, layout)
-        elif given:
-            raise BlockSparseError.expected("layout", INDICES_REQUIRED, f"only {' and '.join(given)}", Page.LAYOUTS)
-        tensors = [name for name in SHAPES if name in given]
+        elif loaded:
+            raise BlockSparseError.expected("layout", INDICES_REQUIRED, f"only {' and '.join(loaded)}", Page.LAYOUTS)
+        tensors = [name for name in SHAPES if name in loaded]
         for name, axes in SHAPES.items():
-            mine, tensor = getattr(self, name), given.get(name)
-            shape = *layout.values_shape[:axes], *mine.shape[axes:]
-            missed = tensor is None and (layout != self._layout or tensors)
-            if missed or (tensor is not None and (tensor.shape != shape or tensor.dtype != mine.dtype)):
+            own, tensor = getattr(self, name), loaded.get(name)
+            shape = *layout.values_shape[:axes], *own.shape[axes:]
+            is_missing = tensor is None and (layout != self._layout or tensors)
+            if is_missing or (tensor is not None and (tensor.shape != shape or tensor.dtype != own.dtype)):
                 got = None if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
-                raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
+                raise BlockSparseError.expected(name, f"{list(shape)}, {own.dtype}, of blocksparse.quantize", got)
         if layout != self._layout:
             self._layout = layout
-            with torch.inference_mode(False):  # so that others can be loaded outside of it
+            with torch.inference_mode(False):  # inference tensors could not be loaded into outside of this mode
                 for name in SHAPES:
-                    mine = getattr(self, name)
-                    setattr(self, name, mine.new_empty(layout.nnz, *mine.shape[1:]))
+                    own = getattr(self, name)
+                    setattr(self, name, own.new_empty(layout.nnz, *own.shape[1:]))
             self.reset_layout_buffers()
 
 
-def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, Tensor]:
-    """Return the values of such a layer in 8 bits, and their scales.
+def quantized_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, Tensor]:
+    """Return the int8 values of a layer and their scales.
 
     Raises:
-        BlockSparseError: another layer, one of float64, values that are no parameter, or not finite.
+        BlockSparseError: the layer is not a `kind`, or its values are float64, not a parameter or not finite.
     """
     if not isinstance(layer, kind) or layer.values.dtype not in DTYPES:
         got = f"{type(layer).__name__} {getattr(getattr(layer, 'values', None), 'dtype', '')}".strip()
@@ -95,37 +95,36 @@ def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, T
 
 
 def refuse_gate(gate: Any) -> None:
-    """Raise a BlockSparseError for the gate that other layers take."""
+    """Raise a BlockSparseError for a gate, which int8 layers do not support."""
     if gate is not None:
-        raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
+        raise BlockSparseError.expected("gate", "None, as int8 layers have no gates", type(gate).__name__)
 
 
-def exchanged(module: nn.Module, kind: type[nn.Module]) -> Any:
-    """Return a module of another class with the settings of this one, without parameters, buffers and children yet."""
+def copy_settings(module: nn.Module, kind: type[nn.Module]) -> Any:
+    """Return a module of another class with the settings of this one, without parameters, buffers and children."""
     new: Any = copy.copy(module)
     new.__class__ = kind
-    for graphs in ("_layout_is_dynamic", "_size_is_dynamic"):  # that were compiled for the other one
-        new.__dict__.pop(graphs, None)
+    for name in ("_layout_is_dynamic", "_size_is_dynamic"):  # no graph was compiled for the new module
+        new.__dict__.pop(name, None)
     new._parameters, new._buffers, new._modules = {}, {}, {}
     return new
 
 
 class QuantizedLinear(QuantizedModule, LinearModule):
-    """A `Linear` whose weight is int8, with a float32 scale for each output of a block.
+    """A `Linear` with an int8 weight and a float32 scale for each output of a block; for inference.
 
-    Inputs are rounded in each call. Made by `blocksparse.quantize`, or by `of`; without gradients. Takes about a
-    quarter of the memory of float32 blocks in a file, and on the CPU half, as the kernels keep a copy in an order of
-    their own. They make it again when values or scales are written to, but by `.data` or numpy, where PyTorch counts
-    no writing.
+    `blocksparse.quantize` and `of` make it. Inputs are quantized in each call. The weight takes about a quarter of the
+    memory of float32 blocks in a file, and half of it on the CPU, because the kernels cache a reordered copy. Writes to
+    values or scales update this copy, except writes through `.data` or numpy, which PyTorch does not count.
 
     Attributes:
         values: int8 `[nnz, block_out, block_in]`.
         scales: float32 `[nnz, block_out]`.
-        crow_indices, col_indices: of the layout, as in the state dicts of the other modules.
+        crow_indices, col_indices: the layout's indices, as in the state dicts of other modules.
         bias: `[out_features]` or None.
-        activation: None, "relu", "gelu" or "silu", applied in the same pass.
+        activation: None, "relu", "gelu" or "silu", fused into the product.
 
-    Shapes: `[..., in_features] -> [..., out_features]`, float32, bfloat16 or float16, as the bias is.
+    Shapes: `[..., in_features] -> [..., out_features]`; float32, bfloat16 or float16, as the bias.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.QuantizedLinear.of(bs.nn.Linear(100, 300, density=0.25))
@@ -135,7 +134,7 @@ class QuantizedLinear(QuantizedModule, LinearModule):
     torch.Size([5, 300])
 
     Source: Jacob et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference
-    (2018); the dynamic kind as in torch.ao.nn.quantized.dynamic.Linear.
+    (2018), with dynamic quantization as in torch.ao.nn.quantized.dynamic.Linear.
     """
 
     def __init__(
@@ -154,21 +153,21 @@ class QuantizedLinear(QuantizedModule, LinearModule):
 
     @classmethod
     def of(cls, layer: Linear) -> Self:
-        """Return the layer in 8 bits.
+        """Quantize a layer.
 
         Raises:
-            BlockSparseError: no `Linear`, or one of float64, or with numbers that are not finite.
+            BlockSparseError: the layer is not a `Linear`, or its values are float64 or not finite.
         """
-        values, scales = rounded_values(layer, Linear)
+        values, scales = quantized_values(layer, Linear)
         sizes = layer.in_features, layer.out_features
         bias = None if layer.bias is None else layer.bias.detach().clone()
         return cls(*sizes, layer.layout, values, scales, bias, layer.activation)
 
     def dequantized(self) -> Linear:
-        """Return the `Linear` of the rounded weight, of the bias's dtype."""
+        """Return a `Linear` with the quantized weight, in the dtype of the bias."""
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
         layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
-        layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
+        layer.values = nn.Parameter(self.dequantized_values(torch.float32 if self.bias is None else self.bias.dtype))
         layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)

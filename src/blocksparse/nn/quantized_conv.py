@@ -1,4 +1,4 @@
-"""Block-sparse convolutions in 8 bits, for inference."""
+"""Block-sparse convolutions in int8, for inference."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from ..ops.int8_conv import int8_conv
 from .conv import Conv1d, Conv2d, Conv3d, ConvCall
-from .quantized import QuantizedModule, exchanged, refuse_gate, rounded_values
+from .quantized import QuantizedModule, copy_settings, quantized_values, refuse_gate
 
 
 class QuantizedConv(QuantizedModule, ConvCall):
-    """The base of convolutions in 8 bits."""
+    """The base of int8 convolutions."""
 
     kind: ClassVar[Any]
-    """The layer that is not in 8 bits."""
+    """The class of the floating-point layer."""
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        """Return the layer in 8 bits.
+        """Quantize a convolution.
 
         Raises:
-            BlockSparseError: no such convolution, or one of float64, or with numbers that are not finite.
+            BlockSparseError: the layer is not a convolution of this kind, or its values are float64 or not finite.
         """
-        values, scales = rounded_values(layer, cls.kind)
-        new: Self = exchanged(layer, cls)
-        new.hold(values, scales, None if layer.bias is None else layer.bias.detach().clone())
+        values, scales = quantized_values(layer, cls.kind)
+        new: Self = copy_settings(layer, cls)
+        new.set_buffers(values, scales, None if layer.bias is None else layer.bias.detach().clone())
         return new
 
     def dequantized(self) -> Any:
-        """Return the convolution of the rounded weight, of the bias's dtype."""
-        layer: Any = exchanged(self, self.kind)
-        layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
+        """Return a convolution with the quantized weight, in the dtype of the bias."""
+        layer: Any = copy_settings(self, self.kind)
+        layer.values = nn.Parameter(self.dequantized_values(torch.float32 if self.bias is None else self.bias.dtype))
         layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
         layer.reset_layout_buffers(self.values.device)
         return layer
@@ -46,28 +46,28 @@ class QuantizedConv(QuantizedModule, ConvCall):
     def function(
         self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, *, gate: None, **steps: Any
     ) -> Tensor:
-        """Return the product."""
+        """Compute the int8 product."""
         return int8_conv(x, values, self.scales, layout, self.cast_bias(bias, x), **steps)
 
 
 class QuantizedConv2d(QuantizedConv):
-    """A `Conv2d` whose weight is int8, with a float32 scale for each output of a block.
+    """A `Conv2d` with an int8 weight and a float32 scale for each output of a block; for inference.
 
-    What one output sees, all channels of all taps, is rounded in each call, as `QuantizedLinear` rounds a token: other
-    images and the rest of the image have no part in it. Made by `blocksparse.quantize`, or by `of`; without gradients.
+    `blocksparse.quantize` and `of` make it. Each call quantizes the inputs of one output position, all channels of all
+    taps, together: the result does not depend on other images or the rest of the image.
 
     Attributes:
         values: int8 `[nnz, block_out, block_in, kernel_height, kernel_width]`.
         scales: float32 `[nnz, block_out]`.
-        crow_indices, col_indices: of the layout, as in the state dicts of the other modules.
+        crow_indices, col_indices: the layout's indices, as in the state dicts of other modules.
         bias: `[out_channels]` or None.
-        in_channels, out_channels, kernel_size, stride, padding, dilation, padding_mode, activation: as of `Conv2d`.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, padding_mode, activation: as in `Conv2d`.
 
     Shapes: `[n, in_channels, height, width] -> [n, out_channels, height, width]`, or both without n; float32, bfloat16
-    or float16, as the bias is.
+    or float16, as the bias.
 
     Raises:
-        BlockSparseError: in the call, inputs of another shape or dtype, or that want a gradient.
+        BlockSparseError: in the call, the input has another shape or dtype, or requires a gradient.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.QuantizedConv2d.of(bs.nn.Conv2d(64, 128, 3, padding=1, density=0.25))
@@ -76,7 +76,7 @@ class QuantizedConv2d(QuantizedConv):
     >>> layer(torch.randn(5, 64, 14, 14)).shape
     torch.Size([5, 128, 14, 14])
 
-    Source: as of `QuantizedLinear`; torch.ao.nn.quantized.dynamic.Conv2d rounds all images together.
+    Source: as `QuantizedLinear`; torch.ao.nn.quantized.dynamic.Conv2d quantizes all images together.
     """
 
     kind = Conv2d

@@ -1,4 +1,4 @@
-"""The block-sparse LSTM in 8 bits, for inference."""
+"""The block-sparse LSTM in int8, for inference."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from ..ops.int8_linear import DTYPES, check_inference
 from ..ops.recurrent import Steps, scan
 from .lstm import LSTM
 from .module import Weight
-from .quantized import QuantizedModule, exchanged, rounded_values
+from .quantized import QuantizedModule, copy_settings, quantized_values
 from .recurrent import Recurrent, cast, pad, to_dtype
 
 
 class QuantizedWeight(QuantizedModule):
-    """A `Weight` in 8 bits: one of several that a module has."""
+    """A `Weight` in int8, one of several weights of a module."""
 
     def extra_repr(self) -> str:
         return f"{self._layout.shape}, {self._layout_repr}"
 
 
 class QuantizedLSTM(Recurrent):
-    """An `LSTM` whose block-sparse weights are int8, with a float32 scale for each output of a block.
+    """An `LSTM` with int8 block-sparse weights and a float32 scale for each output of a block; for inference.
 
-    The inputs of each product, those of a step and the state before it, are rounded in each call, every row by itself;
-    gates and c are float32. Weights that are dense stay as they are. Made by `blocksparse.quantize`, or by `of`;
-    without gradients.
+    `blocksparse.quantize` and `of` make it. Each call quantizes the inputs of all products, each row separately; gates
+    and c are float32. Dense weights are not quantized.
 
     Attributes:
-        weight_ih_l0, weight_hh_l0, ...: of each block-sparse weight of the LSTM a module with `values` (int8
+        weight_ih_l0, weight_hh_l0, ...: for each block-sparse weight a module with `values` (int8
             `[nnz, block_out, block_in]`), `scales` (float32 `[nnz, block_out]`) and the layout's indices.
-        bias_ih_l0, bias_hh_l0, ..., and weights that are dense: as in the LSTM, but buffers.
+        bias_ih_l0, bias_hh_l0, ..., and dense weights: as in the LSTM, but buffers.
 
-    Shapes: those of `LSTM`, batched or not, batch first or not, packed or not; float32, bfloat16 or float16, as the
-    biases are.
+    Shapes: as `LSTM`, batched or not, batch first or not, packed or not; float32, bfloat16 or float16, as the biases.
 
     Raises:
-        BlockSparseError: inputs of another shape or dtype, or that want a gradient.
+        BlockSparseError: an input has another shape or dtype, or requires a gradient.
 
     >>> import torch, blocksparse as bs
     >>> lstm = bs.nn.QuantizedLSTM.of(bs.nn.LSTM(64, 128, density=0.25))
@@ -55,37 +53,37 @@ class QuantizedLSTM(Recurrent):
     >>> y.shape, c.shape
     (torch.Size([10, 3, 128]), torch.Size([1, 3, 128]))
 
-    Source: as of `QuantizedLinear`; the dynamic kind as in torch.ao.nn.quantized.dynamic.LSTM.
+    Source: as `QuantizedLinear`, with dynamic quantization as in torch.ao.nn.quantized.dynamic.LSTM.
     """
 
     @classmethod
     def of(cls, lstm: LSTM) -> Self:
-        """Return the LSTM in 8 bits.
+        """Quantize an LSTM.
 
         Raises:
-            BlockSparseError: no `LSTM` with a block-sparse weight, or with one of float64, or with numbers that are not
+            BlockSparseError: the layer is not an `LSTM` with a block-sparse weight, or its values are float64 or not
                 finite.
         """
         if type(lstm) is not LSTM or not any(isinstance(weight, Weight) for weight in lstm.children()):
             raise BlockSparseError.expected("layer", "a block-sparse blocksparse.nn.LSTM", type(lstm).__name__)
-        new: Self = exchanged(lstm, cls)
+        new: Self = copy_settings(lstm, cls)
         for name, weight in lstm.named_children():
             if isinstance(weight, Weight):
-                setattr(new, name, QuantizedWeight(weight.layout, *rounded_values(weight, Weight)))
+                setattr(new, name, QuantizedWeight(weight.layout, *quantized_values(weight, Weight)))
         for name, parameter in lstm.named_parameters(recurse=False):
             new.register_buffer(name, parameter.detach().clone())
         return new
 
     def dequantized(self) -> LSTM:
-        """Return the `LSTM` of the rounded weights, of the biases' dtype."""
-        new: LSTM = exchanged(self, LSTM)
+        """Return an `LSTM` with the quantized weights, in the dtype of the biases."""
+        new: LSTM = copy_settings(self, LSTM)
         for name, buffer in self.named_buffers(recurse=False):
             setattr(new, name, nn.Parameter(buffer.clone()))
         dtype = next((tensor.dtype for tensor in self.buffers(recurse=False)), torch.float32)
         for name, child in self.named_children():
             if isinstance(child, QuantizedWeight):
                 weight = Weight(child.layout, "meta")
-                weight.values = nn.Parameter(child.numbers(dtype))
+                weight.values = nn.Parameter(child.dequantized_values(dtype))
                 weight.reset_layout_buffers(child.values.device)
                 weight._used = self._used(name, child.layout)
                 setattr(new, name, weight)

@@ -1,4 +1,4 @@
-"""The base of all recurrent modules: layers, directions, packed sequences, padding, weights dense or block-sparse."""
+"""The base of all recurrent modules: layers, directions, packed sequences, dense and block-sparse weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
 
 
 class SparseOptions(TypedDict, total=False):
-    """The options of recurrent layers that torch.nn's do not have, and where the parameters are."""
+    """The keyword options of all recurrent layers: layouts, and the device and dtype of the parameters."""
 
     layout: BlockLayout | None
     input_layout: BlockLayout | None
@@ -38,10 +38,10 @@ class SparseOptions(TypedDict, total=False):
 
 
 class Recurrent(MultiWeightModule):
-    """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell."""
+    """Recurrent layers with the interface of `torch.nn.LSTM`; subclasses define the cell."""
 
     gates = 4
-    """Parts of the weights."""
+    """The number of stacked parts of each weight."""
     proj_size = 0
     _proj_layout: BlockLayout | None = None
 
@@ -71,7 +71,7 @@ class Recurrent(MultiWeightModule):
         self._check_layouts(layout, input_layout)
         self.bias, self.batch_first, self.bidirectional = bool(bias), bool(batch_first), bool(bidirectional)
         self.dropout = number("dropout", dropout, 0, 1)
-        # Block-sparse gates are padded to whole blocks, and with them all that has to do with the hidden units.
+        # Block-sparse gates are padded to whole blocks, and with them everything that has a hidden size.
         block = None
         if layout is not None or self._layouts:
             block = math.lcm(*(size for each in (layout, *self._layouts.values()) if each for size in each.block_shape))
@@ -85,10 +85,10 @@ class Recurrent(MultiWeightModule):
         self._check_names()
         self.reset_parameters()
 
-    # -- what subclasses say -------------------------------------------------------------------------------------
+    # -- for subclasses ------------------------------------------------------------------------------------------
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
-        """Return the parameters of a cell by their names: how many parts, outputs of a part, inputs (None for a vector)."""
+        """Return for each parameter of a cell: number of parts, outputs per part, inputs (None for a vector)."""
         cell: dict[str, tuple[int, Size, Size | None]] = {
             "weight_ih": (self.gates, self._hidden, inputs),
             "weight_hh": (self.gates, self._hidden, self._output),
@@ -102,12 +102,19 @@ class Recurrent(MultiWeightModule):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
-        """One cell over all steps, whose inputs are the rows of x, or those of x by index: y `[rows, output]`, h, c."""
+        """Run one cell over all steps and return y `[rows, output]`, h and c.
+
+        Args:
+            suffix: the end of the names of the cell's parameters, such as "_l0".
+            x: the inputs `[rows, features]` of all steps, or a table of which `index` `[rows]` selects the inputs.
+            h, c: the initial states.
+            steps: the sizes of the steps and their order.
+        """
         raise NotImplementedError
 
     @property
-    def _reached(self) -> Size:
-        """Units that have weights from the inputs."""
+    def _input_units(self) -> Size:
+        """The hidden units that have weights from the inputs."""
         return self._hidden
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -117,16 +124,16 @@ class Recurrent(MultiWeightModule):
     ) -> None:
         size = self._output.real * self.directions if layer else self.input_size
         inputs, suffix = Size(size, size), self._suffix(layer, direction)
-        of_inputs = input_layout or fitting(layout, self._reached, inputs, self.gates)
+        layout_of_inputs = input_layout or layout_if_fitting(layout, self._input_units, inputs, self.gates)
         for name, (parts, out, in_) in self._cell(inputs).items():
             if in_ is None:
                 setattr(self, name + suffix, nn.Parameter(torch.empty(parts * out.padded, **self._options)))
             else:
-                chosen = of_inputs if in_ is inputs else self._proj_layout if name == "weight_hr" else layout
+                chosen = layout_of_inputs if in_ is inputs else self._proj_layout if name == "weight_hr" else layout
                 self._add_weight(name + suffix, parts, out, in_, chosen)
 
     def _weights(self, suffix: str, *names: str) -> list[tuple[Tensor, BlockLayout | None]]:
-        """Those of one cell."""
+        """Return the weights of one cell by name, each with its layout."""
         return [self._weight(f"weight_{name}{suffix}") for name in names]
 
     def size_of(self, name: str) -> tuple[Size, Size | None]:
@@ -139,7 +146,7 @@ class Recurrent(MultiWeightModule):
         return new
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
+        """Draw new parameters: uniform within 1 / sqrt(fan_in), for dense weights within 1 / sqrt(hidden_size)."""
         bound = 1 / math.sqrt(self.hidden_size)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -169,21 +176,21 @@ class Recurrent(MultiWeightModule):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
-        """Return the outputs and the final h and c, as of torch.nn.LSTM.
+        """Return the outputs and the final h and c, as torch.nn.LSTM does.
 
-        With a `table` `[n, input_size]` the inputs are rows of it, and `input` holds their numbers: int64
-        `[steps, batch]`, or batch first, or packed. The product of the inputs is then made for the table, once.
+        With a `table` `[n, input_size]`, the inputs are rows of the table and `input` has their numbers: int64
+        `[steps, batch]`, or batch first, or packed. The product with the input weight is then computed once per row.
         """
         check_states(hx)
         rows, times, restore = self._rows(input, table)
         data, index = (rows, None) if table is None else (table, rows.squeeze(1))
-        hs, cs = self._initial(hx, times.batch, data, input)
+        hs, cs = self._initial_states(hx, times.batch, data, input)
         real, finals = self._output.real, []
-        # In a graph their number may be open; dense weights are spelled out, as PyTorch compiles these operations.
+        # In a graph the number of steps can be dynamic. With dense weights the steps are unrolled, for the compiler.
         in_graph = torch.compiler.is_compiling() and any(isinstance(weight, LayoutModule) for weight in self.children())
         for layer in range(self.num_layers):
             if layer and self.dropout:
-                data = self._between(data)
+                data = self._dropout_between_layers(data)
             outputs = []
             for direction in range(self.directions):
                 cell = layer * self.directions + direction
@@ -201,12 +208,12 @@ class Recurrent(MultiWeightModule):
             h, c = (torch.stack(states) for states in zip(*finals, strict=True))
         return restore(data, h, to_dtype(c, data.dtype if hx is None else hx[1].dtype))
 
-    def _between(self, y: Tensor) -> Tensor:
-        """Dropout of the outputs of all layers but the last."""
+    def _dropout_between_layers(self, y: Tensor) -> Tensor:
+        """Apply dropout to the outputs of a layer that is not the last."""
         return F.dropout(y, self.dropout, self.training)
 
     def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
-        """Return the input as rows in time order, their steps, and what gives the results the input's form."""
+        """Return the input as rows in time order, its steps, and a function that gives results the input's form."""
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(data, Tensor):
             raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(data).__name__)
@@ -221,7 +228,7 @@ class Recurrent(MultiWeightModule):
                 check_rows_of_table(data, len(table))
             data, size = data.unsqueeze(-1), 1
         elif not data.is_floating_point():
-            raise BlockSparseError.expected("input", "floating point, or with a table its rows", data.dtype)
+            raise BlockSparseError.expected("input", "floating point, or rows of a table", data.dtype)
         steps_axis = 1 if self.batch_first and data.dim() == 3 else 0
         if data.dim() not in dims or data.shape[-1] != size or data.shape[steps_axis] == 0:
             form = "batch, steps" if self.batch_first else "steps, batch"
@@ -243,20 +250,20 @@ class Recurrent(MultiWeightModule):
 
         return data.reshape(steps * batch, size), Times(steps, batch), restore
 
-    def _initial(self, hx: State | None, batch: int, like: Tensor, input: Any) -> tuple[Tensor, Tensor]:
+    def _initial_states(self, hx: State | None, batch: int, rows: Tensor, input: Any) -> tuple[Tensor, Tensor]:
         """Return the initial states of all cells, padded; c in float32 or float64."""
         cells = self.num_layers * self.directions
-        narrow = _dtype_of_products(like)
-        wide = torch.float64 if narrow == torch.float64 else torch.float32
+        h_dtype = _dtype_of_products(rows)
+        c_dtype = torch.float64 if h_dtype == torch.float64 else torch.float32
         if hx is None:
-            h = like.new_zeros(cells, batch, self._output.padded, dtype=narrow)
-            return h, like.new_zeros(cells, batch, self._hidden.padded, dtype=wide)
+            h = rows.new_zeros(cells, batch, self._output.padded, dtype=h_dtype)
+            return h, rows.new_zeros(cells, batch, self._hidden.padded, dtype=c_dtype)
         states = []
         for name, state, (real, padded), dtype in (
-            ("h", hx[0], self._output, narrow),
-            ("c", hx[1], self._hidden, wide),
+            ("h", hx[0], self._output, h_dtype),
+            ("c", hx[1], self._hidden, c_dtype),
         ):
-            # Of one sequence without a batch the states have none either.
+            # The states of a sequence without a batch have no batch axis.
             state = state.unsqueeze(1) if state.dim() == 2 and batch == 1 else state
             if tuple(state.shape) != (cells, batch, real):
                 raise BlockSparseError.expected(f"the initial {name}", [cells, batch, real], list(state.shape))
@@ -267,18 +274,18 @@ class Recurrent(MultiWeightModule):
 
     def extra_repr(self) -> str:
         usual = {"num_layers": 1, "batch_first": False, "dropout": 0.0, "bidirectional": False, "proj_size": 0}
-        given = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", *(f"{k}={v}" for k, v in given.items())])
+        changed = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *(f"{k}={v}" for k, v in changed.items())])
 
 
 def check_states(hx: Any) -> None:
-    """Raise a BlockSparseError unless these are the initial h and c, or None."""
+    """Raise a BlockSparseError unless `hx` is None or a pair of tensors (h, c)."""
     if hx is not None and not (isinstance(hx, tuple | list) and [isinstance(s, Tensor) for s in hx] == [True, True]):
         raise BlockSparseError.expected("hx", "None or two tensors (h, c)", type(hx).__name__)
 
 
-def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) -> BlockLayout | None:
-    """Return the layout if it is one of `[out, in_]` or of some such, one above the other."""
+def layout_if_fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) -> BlockLayout | None:
+    """Return the layout if it has the shape `[out, in_]`, or that of `parts` such weights stacked; else None."""
     if layout is None:
         return None
     padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
@@ -286,38 +293,41 @@ def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) ->
 
 
 def check_dtypes(x: Tensor, *tensors: Tensor | None) -> None:
-    """Raise a BlockSparseError unless the tensors have the dtype of x, but under autocast, which casts them all."""
+    """Raise a BlockSparseError unless the tensors have the dtype of x; autocast allows any."""
     for tensor in () if torch._C._is_any_autocast_enabled() else tensors:
         if tensor is not None and tensor.dtype != x.dtype:
             raise BlockSparseError.expected("input", f"the dtype of the weights, {tensor.dtype}", x.dtype)
 
 
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """x and the tensors in the dtype that products with x have: under autocast another one than x's."""
+    """Cast x and the tensors to the dtype of products with x: its own, or autocast's."""
     check_dtypes(x, *tensors)
     dtype = _dtype_of_products(x)
     return [None if tensor is None else to_dtype(tensor, dtype) for tensor in (x, *tensors)]
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor itself where it has the dtype, which PyTorch takes two microseconds to find."""
+    """Cast a tensor. If it has the dtype already, this saves the two microseconds of PyTorch's check."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _unpadded(rows: Tensor, features: int) -> Tensor:
+    """Return the first `features` columns."""
     return rows if rows.shape[1] == features else rows[:, :features]
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:
+    """Return the dtype of products with x: autocast's, or x's own."""
     return autocast(x, x, None)[0].dtype if torch._C._is_any_autocast_enabled() else x.dtype
 
 
 def pad(x: Tensor, layout: BlockLayout | None) -> Tensor:
-    """x with as many features as the layout of its weight has inputs."""
+    """Pad x to the number of inputs in the layout of its weight."""
     return x if layout is None or layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
 
 
 def _packed(input: PackedSequence, y: Tensor, h: Tensor, c: Tensor) -> tuple[PackedSequence, State]:
+    """Return outputs and states in the form and order of a packed input."""
     back = input.unsorted_indices
     if back is not None:
         h, c = h.index_select(1, back), c.index_select(1, back)

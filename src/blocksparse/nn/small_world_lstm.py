@@ -19,7 +19,7 @@ _INPUTS = "input1", "input2"
 
 
 class SmallWorldLSTM(Recurrent):
-    """An LSTM with `depth` steps through its graph of units per time step, and a layer norm after each product.
+    """An LSTM with `depth` products through its graph of units per time step, and a layer norm after each product.
 
         s = norm(x U1^T) * norm(h W1^T)
         s = relu(norm(x U2^T) + norm(s W2^T))
@@ -28,19 +28,19 @@ class SmallWorldLSTM(Recurrent):
 
     Args:
         input_size, hidden_size, num_layers, batch_first, dropout, bidirectional: as torch.nn.LSTM.
-        depth: steps within a time step, 2 or more: so far an input reaches in the graph at once.
-        layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
-        stride: units 0, stride, 2 stride and so on have weights from the inputs, which the others see by way of
-            them. U1 and U2 are `[hidden / stride, input]`, of 2 units or more, since a norm leaves nothing of one.
+        depth: products within a time step, 2 or more; an input reaches units at this distance in one time step.
+        layout: the blocks of W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
+        stride: units 0, stride, 2 stride, ... have weights from the inputs. U1 and U2 are `[hidden / stride, input]`,
+            with 2 units or more, because the layer norm of one unit is 0.
         input_layout: the blocks of the first layer's U1 and U2.
         layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
-    What no layout fits is dense. Shapes are those of `nn.LSTM`. The hidden size, and hidden / stride where U1 and U2
-    have blocks, is a multiple of the block, since the norms would count a padding. Norms have gains of 1 and biases of
-    0 at first; the forget gate's bias is 1.
+    Weights without a layout are dense. Shapes are those of `nn.LSTM`. The hidden size must be a multiple of the block,
+    and so must hidden / stride if U1 and U2 have blocks, because norms would include the padding. Norms start with
+    gains of 1 and biases of 0, but the forget gate's bias starts at 1.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+        BlockSparseError: sizes or layouts do not fit, or the input has another shape.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -66,24 +66,24 @@ class SmallWorldLSTM(Recurrent):
         stride: int = 1,
         **options: Unpack[SparseOptions],
     ):
-        # With one step inputs are but factors of a state, which begins at 0.
+        # With one product, the inputs would only be factors of the state, which is initially 0.
         self.depth = integer("depth", depth, 2)
         self.stride = integer("stride", stride, 1)
         if integer("hidden_size", hidden_size, 1) % stride or hidden_size < 2 * stride:
-            fitting = f"a multiple of the stride, {stride}, and more than it"
-            raise BlockSparseError.expected("hidden_size", fitting, hidden_size)
+            expected = f"a multiple of the stride, {stride}, and more than it"
+            raise BlockSparseError.expected("hidden_size", expected, hidden_size)
         super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
         for name, (out, _) in self.sizes.items():
             if out.padded != out.real:
-                blocks = f"outputs that are a multiple of its block, {out.padded} say"
-                raise BlockSparseError.expected(f"the layout of {name}", blocks, out.real)
+                expected = f"outputs that are a multiple of its block, such as {out.padded}"
+                raise BlockSparseError.expected(f"the layout of {name}", expected, out.real)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
         hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
         weights = {
-            **dict.fromkeys(_INPUTS, (1, self._reached, inputs)),
+            **dict.fromkeys(_INPUTS, (1, self._input_units, inputs)),
             **dict.fromkeys(self._step_names, (1, hidden, hidden)),
             "gates": (4, hidden, hidden),
         }
@@ -95,7 +95,7 @@ class SmallWorldLSTM(Recurrent):
         }
 
     @property
-    def _reached(self) -> Size:
+    def _input_units(self) -> Size:
         units = self.hidden_size // self.stride
         return Size(units, units)
 
@@ -123,18 +123,18 @@ class SmallWorldLSTM(Recurrent):
             check_dtypes(x, weight)
             y = linear_of(pad(x, layout), weight, layout)
             inputs.append(F.layer_norm(y, gain.shape, gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
-        factors, terms = self._spread(inputs[0], 1), self._spread(inputs[1], 0)
+        factors, terms = self._expand(inputs[0], 1), self._expand(inputs[1], 0)
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
         norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]
         _, h, *parameters = cast(factors, h, *weights, *norms)
         return scan(recurrent.SmallWorldLSTM(steps, *layouts), factors, terms, index, h, c, *parameters)
 
-    def _spread(self, of_reached: Tensor, of_others: float) -> Tensor:
-        """Return the numbers of all units `[rows, hidden]`, from those of every stride-th."""
+    def _expand(self, input_units: Tensor, fill: float) -> Tensor:
+        """Return `[rows, hidden]` with the numbers of the input units, every stride-th, and `fill` for other units."""
         if self.stride == 1:
-            return of_reached
-        return F.pad(of_reached.unsqueeze(-1), (0, self.stride - 1), value=of_others).flatten(1)
+            return input_units
+        return F.pad(input_units.unsqueeze(-1), (0, self.stride - 1), value=fill).flatten(1)
 
     def extra_repr(self) -> str:
         stride = f", stride={self.stride}" * (self.stride > 1)

@@ -1,4 +1,4 @@
-"""Weight normalisation over the fan-in that the layout stores."""
+"""Weight normalization over the stored inputs of each output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .module import BlockSparseModule
 
 _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _DenseConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | _DenseTransposed
-# The least variance of an output in a batch by which it is normalised.
+# A lower bound of the variance by which `initialise_from_data` normalizes an output.
 _MIN_VARIANCE = 1e-10
-# The least sum of squares that is divided by: outputs without weights have the norm 0.
+# A lower bound of sums of squares in divisors, because outputs without weights have the norm 0.
 _EPSILON = 1e-12
 
 
@@ -27,13 +27,13 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
     """Divide the values by the l2 norm of their output's weights, over its stored inputs and all taps.
 
     Args:
-        values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind or not.
-        layout: which blocks these are.
-        gain: `[out_features]`, by which each output's weights are multiplied, or None.
-        epsilon: the least sum of squares that is divided by.
+        values: `[nnz, block_out, block_in]`, or `[nnz, block_out, block_in, *kernel]` of a convolution.
+        layout: the positions of the values' blocks.
+        gain: `[out_features]`, a factor for each output's weights, or None.
+        epsilon: a lower bound of the sum of squares.
 
     Returns:
-        values of the same shape and dtype, those of 16 bits by way of float32; differentiable in values and gain.
+        Values of the same shape and dtype, differentiable in values and gain. 16-bit values are computed in float32.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -55,22 +55,22 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
 
 
 def norms(values: Tensor, layout: BlockLayout) -> Tensor:
-    """Return the l2 norm of each output's stored weights, `[out_features]`, of 16-bit values in float32.
+    """Return the l2 norm of each output's stored weights, `[out_features]`; float32 for 16-bit values.
 
-    Differentiable also where it is 0.
+    It is differentiable, also at 0.
     """
     layout.check_values(values)
     squares = values.to(accumulator(values.dtype)).square()
     if values.dim() > 3:
         squares = squares.flatten(3).sum(-1)
-    # Sums over the blocks of a row are a product with ones: deterministic, and differentiable any number of times.
+    # A product with ones sums the blocks of each row: deterministic, and differentiable any number of times.
     with without_autocast(values.device):
         total = ops.linear(squares.new_ones(1, layout.shape[1]), squares, layout).squeeze(0)
     return torch.where(total > 0, total, 1).sqrt() * (total > 0)
 
 
 def l2_normalize_dense(weight: Tensor, gain: Tensor, axis: int = 0) -> Tensor:
-    """Return the same of a dense weight that has the outputs on this axis: torch._weight_norm gives NaN for one of zeros."""
+    """Normalize a dense weight whose outputs are on `axis`. For outputs of zeros torch._weight_norm would give NaN."""
     outputs = weight.shape[axis]
     if tuple(gain.shape) != (outputs,):
         raise BlockSparseError.expected("gain", f"[{outputs}] for a weight {list(weight.shape)}", list(gain.shape))
@@ -81,28 +81,28 @@ def l2_normalize_dense(weight: Tensor, gain: Tensor, axis: int = 0) -> Tensor:
 
 
 class Normed:
-    """A module whose weights are trained as direction and length."""
+    """A module whose weights are trained as a direction and a length."""
 
     def fold(self) -> nn.Module:
-        """Return a module, perhaps itself, with the effective weights as its weights."""
+        """Return a module, possibly itself, whose weights are the normalized ones."""
         raise NotImplementedError
 
 
 class WeightNorm(Normed, nn.Module):
-    """A module whose outputs' weights are trained as direction and length: gain * weight / |weight|.
+    """A module whose weights are trained as direction and length: gain * weight / |weight| for each output.
 
     Args:
-        module: a block-sparse module, or one of torch.nn: Linear, a convolution (in groups or not), or a transposed
-            one without groups. Its weight (its `values`) stays its parameter, of which only the direction counts.
-        scale: of the outputs that `initialise_from_data` gives it.
+        module: a block-sparse module, or of torch.nn a Linear, a convolution, or a transposed one without groups. Its
+            weight or `values` stays its parameter, of which only the direction matters.
+        scale: the standard deviation of outputs that `initialise_from_data` sets.
 
-    `gain` is `[out_features]` (padded to whole blocks, as a layout is), and begins as the norms of the weights, so
-    that nothing changes at first. The norm of an output is taken over its (stored) inputs and all taps.
+    `gain` `[out_features]`, padded to whole blocks, is initialised to the norms of the weights, which leaves the module
+    unchanged. The norm of an output is over its stored inputs and all taps.
 
-    Shapes: those of the module, whose call this is.
+    Shapes: those of the module.
 
     Raises:
-        BlockSparseError: a module of another kind.
+        BlockSparseError: the module is of another kind.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -117,7 +117,7 @@ class WeightNorm(Normed, nn.Module):
 
     def __init__(self, module: nn.Module, scale: float = 1.0):
         super().__init__()
-        grouped = isinstance(module, _DenseTransposed) and module.groups > 1  # its outputs are on two axes
+        grouped = isinstance(module, _DenseTransposed) and module.groups > 1  # with groups, the outputs are on two axes
         if grouped or not isinstance(module, BlockSparseModule | nn.Linear | _DenseConvolution):
             expected = "a block-sparse module, a linear layer, or a convolution, a transposed one without groups"
             raise BlockSparseError.expected("module", expected, type(module).__name__)
@@ -126,7 +126,7 @@ class WeightNorm(Normed, nn.Module):
 
     @property
     def _axis(self) -> int:
-        """Of a dense weight: the one that has the outputs."""
+        """The axis of the outputs in a dense weight."""
         return 1 if isinstance(self.module, _DenseTransposed) else 0
 
     def _norms(self) -> Tensor:
@@ -134,12 +134,12 @@ class WeightNorm(Normed, nn.Module):
             values = self.module.values.detach()
             return norms(values, self.module.layout).to(values.dtype)
         weight: Tensor = self.module.weight
-        found: Tensor = weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
-        return found
+        lengths: Tensor = weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
+        return lengths
 
     @property
     def values(self) -> Tensor:
-        """The weights in use."""
+        """The normalized weights."""
         if isinstance(self.module, BlockSparseModule):
             return l2_normalize(self.module.values, self.module.layout, self.gain)
         return l2_normalize_dense(self.module.weight, self.gain, self._axis)
@@ -148,19 +148,19 @@ class WeightNorm(Normed, nn.Module):
         return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
 
     def fold(self) -> nn.Module:
-        """Return the module itself, with the effective weights as its weights."""
+        """Set the module's weights to the normalized ones and return the module."""
         with torch.no_grad():
             getattr(self.module, self.name).copy_(self.values)
         return self.module
 
     @property
     def name(self) -> str:
-        """Of the module's weight."""
+        """The name of the module's weight, "values" or "weight"."""
         return "values" if isinstance(self.module, BlockSparseModule) else "weight"
 
     @torch.no_grad()
     def _initialise(self, *inputs: Any) -> None:
-        """Gain and bias by which the outputs for these inputs have mean 0 and deviation `scale`."""
+        """Set gain and bias so that the outputs for these inputs have mean 0 and standard deviation `scale`."""
         bias = self.module.bias
         if not isinstance(bias, Tensor):
             raise BlockSparseError.expected("module", "one with a bias", repr(self.module))
@@ -175,17 +175,17 @@ class WeightNorm(Normed, nn.Module):
 
 
 def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
-    """Set gain and bias of every `WeightNorm` in a model by passing one batch through it.
+    """Set gain and bias of every `WeightNorm` in a model from one batch.
 
-    One after the other in the order of their calls they get such as give each of their outputs mean 0 and deviation
-    `scale` over the batch. One that is not called is left as it is.
+    Each output gets mean 0 and standard deviation `scale` over the batch, layer by layer in the order of their calls.
+    Layers that are not called stay unchanged.
 
     Args:
-        model: whose layers.
-        inputs: of its call.
+        model: a model with `WeightNorm` modules.
+        inputs: the arguments of its call.
 
     Raises:
-        BlockSparseError: a `WeightNorm` of a module without a bias.
+        BlockSparseError: the module of a `WeightNorm` has no bias.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.WeightNorm(bs.nn.Linear(64, 32, density=0.5, block_size=8), scale=0.1)
@@ -210,9 +210,9 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Copy a model with its effective weights as plain weights, for when training is over.
+    """Copy a model and replace normalized weights by plain ones, for use after training.
 
-    Of `WeightNorm` and `MultiplicativeLSTM`, which otherwise compute them in each call: of few tokens most of its time.
+    `WeightNorm` and `MultiplicativeLSTM` otherwise compute them in each call, most of its time for few tokens.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.WeightNorm(torch.nn.Linear(4, 3)))
@@ -221,11 +221,11 @@ def fold(model: nn.Module) -> nn.Module:
       (0): Linear(in_features=4, out_features=3, bias=True)
     )
     """
-    found = copy.deepcopy(model)
+    new = copy.deepcopy(model)
     folded: dict[nn.Module | None, nn.Module]
-    folded = {module: module.fold() for module in list(found.modules()) if isinstance(module, Normed)}
-    for parent in list(found.modules()):
-        for name, child in parent._modules.items():  # under all of its names
+    folded = {module: module.fold() for module in list(new.modules()) if isinstance(module, Normed)}
+    for parent in list(new.modules()):
+        for name, child in parent._modules.items():  # including shared modules, which have several names
             if child in folded:
                 setattr(parent, name, folded[child])
-    return folded.get(found, found)
+    return folded.get(new, new)

@@ -228,7 +228,7 @@ class ColwiseLSTM:
         y, h = (differentiable(whole, identity, partial(torch.mul, mine)) for whole in (y, h))
         return y, h, units.gather(c, 1)
 
-    def _between(self, y: Tensor) -> Tensor:
+    def _dropout_between_layers(self, y: Tensor) -> Tensor:
         # Each rank draws the dropout of its own units: drawn for all units, the masks of the ranks would differ.
         if not self.training:
             return y
@@ -236,7 +236,7 @@ class ColwiseLSTM:
         local = [features.scatter(each, 1) for each in y.split(features.size, 1)]
         return torch.cat([features.gather(F.dropout(each, self.dropout), 1) for each in local], 1)
 
-    def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
+    def _uses_torch_kernels(self, x: Tensor, hx: State | None) -> bool:
         return False
 
     def flatten_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""Down-sampling that follows an image when it is shifted, and its inverse."""
+"""Shift-equivariant downsampling of images, and its inverse."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STEP = 2
 
 
 class AdaptivePolyphaseDownsample(nn.Module):
-    """Adaptive polyphase sampling: of the four images x[i::2, j::2] the one with the largest l2 norm, for each sample.
+    """Adaptive polyphase sampling: for each image, the one of x[i::2, j::2], i and j in 0, 1, with the largest l2 norm.
 
-    A shift of the image permutes the four and shifts them, so that the choice goes along with it: between convolutions
-    with circular padding, and before a mean over space, nothing of a circular shift is left in the output.
+    A shift of the image permutes and shifts the four candidates, so the selection follows it. In a network of
+    convolutions with circular padding and a final mean over space, a circular shift does not change the output.
 
     Args:
-        blur: the size of a binomial low-pass filter that is applied before; 1 for none. The choice is made on what
-            comes in, not on what is blurred.
+        blur: the size of a binomial low-pass filter before sampling; 1, the default, for none. The candidate is
+            selected on the input, not on the blurred image.
 
-    Shapes: `[n, channels, height, width]`, both even, to `[n, channels, height / 2, width / 2]`. `forward(x, index)`
-    returns that and the index, int64 `[n]`, 2 i + j; given one, as to the shortcut around a layer that has chosen, it
-    takes that.
+    Shapes: `forward(x, index=None)` maps `[n, channels, height, width]`, with even height and width, to
+    `[n, channels, height / 2, width / 2]` and the selected index 2 i + j, int64 `[n]`. With an `index`, it uses that
+    one, for example on the shortcut around a layer.
 
     Raises:
-        BlockSparseError: an odd height or width, another number of axes, a blur that is no int from 1 on, an index of
-            another length.
+        BlockSparseError: the height or width is odd, x has other than 4 axes, the blur is not an int of 1 or more, or
+            the index has another length.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -56,27 +56,28 @@ class AdaptivePolyphaseDownsample(nn.Module):
         if x.shape[2] % STEP or x.shape[3] % STEP:
             raise BlockSparseError.expected("x", "an even height and width", list(x.shape))
         if index is None:
-            # In double, so that the order of summation, which changes with the shift, does not decide between the four.
+            # In float64, because the order of summation, which depends on the shift, must not change the selection.
             energy = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True, dtype=torch.float64).square()
             index = torch.stack([energy[phase].sum((1, 2, 3)) for phase in _PHASES], 1).argmax(1)
         _check_index(index, x)
-        return _Take.apply(_blurred(x, self.blur), index), index  # type: ignore[no-untyped-call]
+        return _SelectPhase.apply(_blurred(x, self.blur), index), index  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"blur={self.blur}"
 
 
 class AdaptivePolyphaseUpsample(nn.Module):
-    """The inverse of `AdaptivePolyphaseDownsample`: an image goes back to the places that it was taken from.
+    """The inverse of `AdaptivePolyphaseDownsample`: pixels return to their positions, with zeros between them.
 
     Args:
-        blur: the size of a binomial filter that fills the zeros between; 1 for none.
+        blur: the size of a binomial filter that fills the zeros; 1, the default, for none.
 
-    Shapes: `forward(input, index)` takes `[n, channels, height, width]` and the index, int64 `[n]`, of the
-    down-sampling; returns `[n, channels, 2 height, 2 width]`.
+    Shapes: `forward(input, index)` maps `[n, channels, height, width]` and the index of the downsampling, int64 `[n]`,
+    to `[n, channels, 2 height, 2 width]`.
 
     Raises:
-        BlockSparseError: another number of axes, a blur that is no int from 1 on, an index of another length.
+        BlockSparseError: the input has other than 4 axes, the blur is not an int of 1 or more, or the index has another
+            length.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -97,22 +98,22 @@ class AdaptivePolyphaseUpsample(nn.Module):
     def forward(self, input: Tensor, index: Tensor) -> Tensor:
         _check_images(input)
         _check_index(index, input)
-        x = _Place.apply(input, index)  # type: ignore[no-untyped-call]
-        # The filter's weights sum to 1, a quarter of which meets pixels that are not 0.
+        x = _PlacePhase.apply(input, index)  # type: ignore[no-untyped-call]
+        # The filter's weights sum to 1, but only a quarter of the pixels is not 0.
         return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
 
     def extra_repr(self) -> str:
         return f"blur={self.blur}"
 
 
-# The slices of the four images (::2, ::2), (::2, 1::2), ...
+# The slices of the four candidates (::2, ::2), (::2, 1::2), ...
 _PHASES = [(..., slice(i, None, STEP), slice(j, None, STEP)) for i in range(STEP) for j in range(STEP)]
 
 
-class _Take(torch.autograd.Function):
-    """Of each image that of its four which the index says: the adjoint of `_Place`.
+class _SelectPhase(torch.autograd.Function):
+    """The selection of one of four candidates of each image, the adjoint of `_PlacePhase`.
 
-    By autograd, a gradient would not lie as the image does, channels last: all that follows would take longer.
+    Autograd's gradient would lose the channels-last memory format, which would slow down all layers before this one.
     """
 
     generate_vmap_rule = True
@@ -130,11 +131,11 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Place.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
+        return _PlacePhase.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
 
 
-class _Place(torch.autograd.Function):
-    """An image of twice the height and width with each pixel where `_Take` takes it from, and 0 elsewhere."""
+class _PlacePhase(torch.autograd.Function):
+    """The placement of each image at the pixels of its candidate in an image of twice the size, 0 at other pixels."""
 
     generate_vmap_rule = True
 
@@ -142,13 +143,13 @@ class _Place(torch.autograd.Function):
     def forward(y: Tensor, index: Tensor) -> Tensor:
         n, channels, height, width = y.shape
         if not torch.compiler.is_compiling() and (_is_batched(y) or _is_batched(index)):
-            # These say nothing of their memory format, and cannot be written into a tensor that is not batched.
-            four = [torch.where((index == number).view(-1, 1, 1, 1), y, 0) for number in range(len(_PHASES))]
-            lines = [torch.stack(four[at : at + STEP], -1) for at in range(0, len(four), STEP)]
+            # Batched tensors hide their memory format, and cannot be written to a tensor that is not batched.
+            phases = [torch.where((index == number).view(-1, 1, 1, 1), y, 0) for number in range(len(_PHASES))]
+            lines = [torch.stack(phases[at : at + STEP], -1) for at in range(0, len(phases), STEP)]
             return torch.stack(lines, 3).reshape(n, channels, STEP * height, STEP * width)
-        last = y.is_contiguous(memory_format=torch.channels_last)
-        lies = torch.channels_last if last else torch.contiguous_format
-        x = torch.empty(n, channels, STEP * height, STEP * width, dtype=y.dtype, device=y.device, memory_format=lies)
+        is_last = y.is_contiguous(memory_format=torch.channels_last)
+        format = torch.channels_last if is_last else torch.contiguous_format
+        x = torch.empty(n, channels, STEP * height, STEP * width, dtype=y.dtype, device=y.device, memory_format=format)
         for number, phase in enumerate(_PHASES):
             x[phase] = torch.where((index == number).view(-1, 1, 1, 1), y, 0)
         return x
@@ -159,16 +160,16 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Take.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
+        return _SelectPhase.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
 
 
 def _is_batched(tensor: Tensor) -> bool:
-    """By vmap, or by the older one of `is_grads_batched`."""
+    """Return whether vmap, or the older one of `is_grads_batched`, has batched the tensor."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _blurred(x: Tensor, size: int) -> Tensor:
-    """x under a binomial filter, as if it were repeated all around."""
+    """Apply a binomial filter to x with circular padding."""
     if size == 1:
         return x
     line = torch.ones(1, dtype=x.dtype, device=x.device)
@@ -184,11 +185,13 @@ def _blurred(x: Tensor, size: int) -> Tensor:
 
 
 def _check_images(x: Tensor) -> None:
+    """Raise a BlockSparseError unless x has the shape of images."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise BlockSparseError.expected("x", "a tensor [n, channels, height, width]", shape_of(x))
 
 
 def _check_index(index: Tensor, x: Tensor) -> None:
+    """Raise a BlockSparseError unless there is an int64 index for each image."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or list(index.shape) != [len(x)]:
         got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
         raise BlockSparseError.expected("index", f"int64 [{len(x)}], one for each image", got)

@@ -1,4 +1,4 @@
-"""Convolutions over images whose outputs see no later pixel in reading order; of whole images or of bands."""
+"""Causal convolutions over images, whose outputs depend on no later pixel in reading order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ SHIFTS = ("down", "down_right")
 
 
 class _Banded(nn.Module):
-    """A layer that needs rows above its image: zeros, or the last rows of the previous band (see `bands`).
-
-    Args:
-        rows: how many.
-    """
+    """A layer that needs `rows` rows above its image: zeros, or the last rows of the previous band (see `bands`)."""
 
     def __init__(self, rows: int):
         super().__init__()
@@ -30,28 +26,29 @@ class _Banded(nn.Module):
         self.seen: Tensor | None = None
 
     def _extended(self, x: Tensor, left: int = 0, right: int = 0) -> Tensor:
-        """x with these rows above it, and with columns of zeros at its sides."""
+        """Return x with the rows above it, and with columns of zeros at its sides."""
         if self.in_bands and self.rows:
-            # A band may be lower than the rows that it leaves.
+            # A band can have fewer rows than the next band needs.
             x = F.pad(x, (0, 0, self.rows, 0)) if self.above is None else torch.cat([self.above, x], 2)
             self.seen = x[:, :, x.shape[2] - self.rows :]
             return F.pad(x, (left, right))
-        # With nothing to add this would only copy.
+        # F.pad with no margins would copy.
         return F.pad(x, (left, right, self.rows, 0)) if left or right or self.rows else x
 
 
 class Causal2d(_Banded):
-    """A 2-d convolution whose outputs see no pixel after the one in their own place.
+    """A 2-d convolution whose outputs depend on no pixel after their own position.
 
     Args:
         module: a Conv2d without padding, block-sparse or of torch.nn, or a `WeightNorm` of one.
-        shift: "down": an output sees its own row and those above, as far to the left as to the right (a kernel of odd
-            width); "down_right": its own column too and those to the left, above and in its own row.
+        shift: "down": an output depends on its row and rows above, equally far to the left and right, so the kernel's
+            width must be odd. "down_right": an output depends on its row and rows above, on its column and columns to
+            the left.
 
-    Shapes: `[n, channels, height, width]`, of an output of the same size at stride 1, of half of it at stride 2.
+    Shapes: `[n, channels, height, width]`; the output has the same size at stride 1, half of it at stride 2.
 
     Raises:
-        BlockSparseError: a module or a shift of another kind, an even width with "down".
+        BlockSparseError: the module or the shift is of another kind, or the width is even with "down".
 
     Example:
         >>> import torch, blocksparse as bs
@@ -89,13 +86,13 @@ class Causal2d(_Banded):
 
 
 class Shift2d(_Banded):
-    """An image moved by one pixel, down or to the right; zeros come in, and what goes out is lost.
+    """A shift of images by one pixel, down or to the right, with zeros at the border.
 
     Args:
         direction: "down" or "right".
 
     Raises:
-        BlockSparseError: another direction.
+        BlockSparseError: the direction is another one.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.Shift2d("down")(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]))
@@ -118,25 +115,25 @@ class Shift2d(_Banded):
 
 
 class Bands:
-    """Marks the end of each band of an image; see `bands`."""
+    """The handle that `bands` yields, to mark the end of each band."""
 
     def __init__(self, layers: list[_Banded]):
         self._layers = layers
 
     def next(self) -> None:
-        """Complete the band that the layers saw last: the next call is for the rows below."""
+        """Complete the last band: the next call is for the rows below."""
         for layer in self._layers:
-            # A copy: the band itself need not stay.
+            # A copy, so that the band's memory can be freed.
             layer.above = None if layer.seen is None else layer.seen.clone()
 
 
 @contextmanager
 def bands(model: nn.Module) -> Iterator[Bands]:
-    """Pass an image through a model of causal convolutions in bands of rows, as if it were passed as a whole.
+    """Compute a model of causal convolutions on bands of rows, with the results of the whole image.
 
-    The model is called on a band, as often as one likes with other pixels; after `next` on the one below it. Each
-    layer keeps the last rows of the band before, so that a call costs what its own rows cost. The height of a band is
-    to be divisible by all strides.
+    Call the model on a band, repeatedly if its pixels change; then call `next` and go to the band below. Each layer
+    stores the last rows of the previous band, so the cost of a call is that of its rows. The height of a band must be
+    divisible by all strides.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Causal2d(torch.nn.Conv2d(1, 1, (2, 3)), "down")

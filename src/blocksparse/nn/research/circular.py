@@ -1,4 +1,4 @@
-"""Circular padding with a fast backward pass, which keeps the memory format of channels-last images."""
+"""Circular padding with a fast backward pass that preserves the channels-last memory format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...errors import BlockSparseError
 
 
 def circular_pad(x: Tensor, around: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.pad(x, around, mode="circular")`, whose backward pass takes about ten times as long.
+    """Compute `torch.nn.functional.pad(x, around, mode="circular")` with a backward pass in a tenth of PyTorch's time.
 
     Args:
-        x: of any shape.
-        around: the margins, of the last axis first, before and after; none larger than its axis.
+        x: a tensor of any shape.
+        around: the margins, last axis first, before and after; at most the size of their axis.
 
     Raises:
-        BlockSparseError: a margin that is larger than its axis, or negative.
+        BlockSparseError: a margin is negative or larger than its axis.
 
     >>> import torch
     >>> from blocksparse.nn.research.circular import circular_pad
@@ -35,14 +35,14 @@ def circular_pad(x: Tensor, around: Sequence[int]) -> Tensor:
 
 
 def _margins(around: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(axis, before, after), of axes that have a margin."""
+    """Yield (axis, before, after) for each axis with a margin."""
     for axis, (before, after) in enumerate(zip(around[::2], around[1::2], strict=True), start=1):
         if before or after:
             yield -axis, before, after
 
 
 class _CircularPad(torch.autograd.Function):
-    """A backward pass of its own, as autograd would make a gradient of the whole size for each margin's slice."""
+    """The padding with its own backward pass: autograd would make a gradient of full size for each margin."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Diffusion-convolution on graphs whose weak transitions are left out."""
+"""Diffusion convolution on graphs without weak transitions."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from ...layout import BlockLayout, import_scipy_sparse
 
 
 class Diffusion(nn.Module):
-    """Computes P^j x for j = 0, 1, ..., `hops`: a random walk over a graph with a sparse transition matrix P.
+    """A random walk over a graph: P^j x for j = 0, 1, ..., `hops`, with a sparse transition matrix P.
 
-    P = A D^-1 with D the degrees plus 1: column n has 1 / (degree(n) + 1) for each neighbour of node n. Entries up to
-    the threshold are set to 0 before the powers are made, so that no column of the first has more than
-    1 / threshold - 1 entries, and the memory of all grows with the nodes, whatever hubs there are.
+    P = A D^-1, where D has the degrees plus 1: column n has 1 / (degree(n) + 1) for each neighbour of node n. Entries
+    up to the threshold are removed before the powers are computed. So no column of P has more than 1 / threshold - 1
+    entries, and memory grows with the number of nodes only, even if some nodes have many neighbours.
 
     Args:
-        edges: int `[2, edges]`, pairs of nodes in either order; twice the same one and a node with itself count not.
-        nodes: their number.
-        hops: the longest walk.
-        threshold: from 0, which leaves all of them, to below 1.
-        dtype: of the powers.
+        edges: int `[2, edges]`, pairs of nodes in either order; duplicates and loops are ignored.
+        nodes: the number of nodes.
+        hops: the length of the longest walk. Default: 2.
+        threshold: from 0, which removes nothing, to below 1. Default: 0.
+        dtype: of the powers. Default: torch.float32.
 
-    The powers are buffers that are not saved with the state: `layouts`, of block size 1, and values that
-    `bs.linear` multiplies. `nnz` has their numbers of entries, `isolated` the number of nodes without a neighbour, to
-    which nothing comes.
+    The powers are buffers that are not in the state dict: `layouts` with block size 1, and their values. `nnz` are the
+    numbers of their entries, `isolated` is the number of nodes without a neighbour.
 
     Shapes: `[nodes, features]` to `[nodes, hops + 1, features]`.
 
     Raises:
-        BlockSparseError: nodes out of range, a threshold that removes every edge, numbers out of range; scipy is
-            missing (`pip install blocksparse-torch[lab]`).
+        BlockSparseError: a node or an argument is out of range, the threshold removes every edge, or scipy is missing.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -73,12 +71,12 @@ class Diffusion(nn.Module):
 
     @property
     def nnz(self) -> tuple[int, ...]:
-        """Entries of P, P^2, ..."""
+        """The numbers of entries of P, P^2, ..."""
         return tuple(layout.nnz for layout in self.layouts)
 
     @property
     def nbytes(self) -> int:
-        """Of the powers: values, columns and row pointers."""
+        """The bytes of all powers: values, columns and row starts."""
         indices = sum(i.nbytes for layout in self.layouts for i in (layout.crow_indices(), layout.col_indices()))
         return indices + sum(values.nbytes for values in self.buffers())
 
@@ -86,27 +84,27 @@ class Diffusion(nn.Module):
         x = input
         if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != self.nodes:
             raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", shape_of(x))
-        seen = [x]
+        walks = [x]
         for layout, values in zip(self.layouts, self.buffers(), strict=True):
-            seen.append(ops.linear(x.T, values, layout).T)
-        return torch.stack(seen, 1)
+            walks.append(ops.linear(x.T, values, layout).T)
+        return torch.stack(walks, 1)
 
     def extra_repr(self) -> str:
         return f"nodes={self.nodes}, hops={self.hops}, threshold={self.threshold:g}, nnz={self.nnz}"
 
 
 class DiffusionConv(nn.Module):
-    """tanh(W * z): a weight for each hop and feature of what a `Diffusion` sees, the same for all nodes.
+    """An elementwise weight on the output z of a `Diffusion`, tanh(W * z), the same for all nodes.
 
     Args:
-        features: of a node.
-        hops: of the diffusion.
+        features: the number of features per node.
+        hops: the hops of the diffusion. Default: 2.
         device, dtype: of the weight.
 
     Shapes: `[..., hops + 1, features]` to the same.
 
     Raises:
-        BlockSparseError: sizes that are no positive ints; in `forward`, another shape.
+        BlockSparseError: a size is not a positive int; in the call, z has another shape.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -124,7 +122,7 @@ class DiffusionConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights again."""
+        """Draw new weights."""
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -141,17 +139,17 @@ class DiffusionConv(nn.Module):
 
 
 def _transition(edges: Any, nodes: int, threshold: float) -> tuple[Any, int]:
-    """P as a scipy matrix without entries up to the threshold, and how many nodes have no neighbour."""
+    """Return P as a scipy matrix without entries up to the threshold, and the number of isolated nodes."""
     sparse = import_scipy_sparse()
     if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2 or edges.is_floating_point():
         got = f"{edges.dtype} {list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
         raise BlockSparseError.expected("edges", "ints [2, edges]", got)
     if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
         raise BlockSparseError.expected("edges", f"nodes from 0 to {nodes - 1}", f"{edges.min()} to {edges.max()}")
-    one, other = edges.cpu().numpy()
-    one, other = one[one != other], other[one != other]
-    both = np.concatenate([one, other]), np.concatenate([other, one])
-    adjacency = sparse.csr_array((np.ones(2 * one.size, dtype=bool), both), shape=(nodes, nodes)).astype(np.float64)
+    i, j = edges.cpu().numpy()
+    i, j = i[i != j], j[i != j]
+    both = np.concatenate([i, j]), np.concatenate([j, i])
+    adjacency = sparse.csr_array((np.ones(2 * i.size, dtype=bool), both), shape=(nodes, nodes)).astype(np.float64)
     degrees = np.asarray(adjacency.sum(0)).reshape(-1)
     transition = (adjacency @ sparse.diags_array(1 / (degrees + 1))).tocsr()
     transition.data[transition.data <= threshold] = 0

@@ -1,4 +1,4 @@
-"""ELUs of both signs side by side, and dropout behind them, in one pass on the CPU."""
+"""ELUs of x and -x, concatenated, with dropout, in one pass over memory on the CPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..dropout import seed
 def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
     """Concatenate elu(x) and elu(-x): `[n, channels, *] -> [n, 2 channels, *]`.
 
-    On the CPU it takes one pass over memory, and one for the gradient, which keeps nothing but x.
+    On the CPU the forward pass and the gradient each take one pass over memory; only x is saved for the gradient.
 
     Args:
-        x: `[n, channels]` with any axes behind, channels-last or not; as y is then.
-        p: the part of the outputs that is set to 0, as by `Dropout` in training.
+        x: `[n, channels, *]`, channels-last or not; the result has the same memory format.
+        p: the fraction of outputs set to 0, as by `Dropout` in training. Default: 0.
 
     Raises:
-        BlockSparseError: an x without channels, a p that is no number from 0 to below 1.
+        BlockSparseError: x has no channels, or p is not a number from 0 to below 1.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.concat_elu(torch.tensor([[2.0, -2.0]]))
