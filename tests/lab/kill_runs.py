@@ -235,19 +235,19 @@ def report(found, seed: int, processes: int = 1, shard: bool = False) -> str:
         about = [
             "# Runs that were killed",
             "",
-            f"{total['same']} of {total['kills']} kills at random moments: the run, trained again, ended with the",
-            "same tensors, log and figure, bit for bit, as one that was never killed. Tiny runs, a checkpoint after",
-            f"each step, up to {KILLS_OF_A_RUN} kills each. A kill in writing left a part of a file; a process that",
-            "gets SIGINT or SIGTERM finishes its step and saves, unless it has not begun.",
+            f"After {total['same']} of {total['kills']} kills at random moments, the resumed run ended with the tensors,",
+            "log and figure of a run that was never killed, bit for bit. Runs are tiny, with a checkpoint after each",
+            f"step and up to {KILLS_OF_A_RUN} kills each. A kill in writing leaves an incomplete file. A process that",
+            "gets SIGINT or SIGTERM first finishes its step and saves, unless it has not begun.",
         ]
     else:
         about = [
             "# Runs of several processes of which one was killed",
             "",
-            f"{total['same']} of {total['kills']} kills at random moments of a random one of {processes} processes of",
-            "torchrun: it started all again, they went on from the last checkpoint, and the run ended with the same",
-            "tensors, log and figure, bit for bit, as one that was never killed. Tiny runs, a checkpoint after each",
-            f"step, up to {KILLS_OF_A_RUN} kills each.",
+            f"A random one of {processes} processes of torchrun was killed at random moments. torchrun restarted all",
+            f"processes, which resumed from the last checkpoint. After {total['same']} of {total['kills']} kills the run",
+            "ended with the tensors, log and figure of a run that was never killed, bit for bit. Runs are tiny, with a",
+            f"checkpoint after each step and up to {KILLS_OF_A_RUN} kills each.",
         ]
     lines = [
         *about,
