@@ -1,4 +1,4 @@
-"""Modules with several weights under the methods that prune, evolve, save and export: the same as densified after."""
+"""Methods on modules with several weights, compared with the densified model."""
 
 import pytest
 import torch

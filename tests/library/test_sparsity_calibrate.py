@@ -208,7 +208,7 @@ METHODS = {
     ],
     ids=["none", "a tensor", "a dict", "a number", "nan", "inf", "inf later", "shapes", "names", "labels as a state"],
 )
-def test_a_failure_leaves_the_model_as_it_was(method, make, batches, message):
+def test_failures_leave_the_model_unchanged(method, make, batches, message):
     model = make()
     next(model.children(), model).eval()
     modes, text = [module.training for module in model.modules()], repr(model)
@@ -267,7 +267,7 @@ def problem(rows=4, features=24, rank=8):
     return randn(rows, features), x.T @ x + torch.eye(features).double()
 
 
-def test_nothing_near_the_solution_is_better():
+def test_least_squares_is_optimal():
     dense, hessian = problem()
     inputs = torch.tensor([0, 3, 4, 10, 11, 23])
     fitted = torch.zeros_like(dense)
@@ -286,7 +286,7 @@ def test_nothing_near_the_solution_is_better():
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
-def test_each_column_is_the_one_that_helps_most(width, count):
+def test_each_chosen_column_reduces_the_error_most(width, count):
     dense, hessian = problem()
     target = dense @ hessian
     chosen: list[int] = []
@@ -301,7 +301,7 @@ def test_each_column_is_the_one_that_helps_most(width, count):
     assert best_columns(target, hessian, width, count).tolist() == sorted(chosen)
 
 
-def test_counts_by_the_score_of_the_surgeon():
+def test_block_counts_follow_the_optimal_brain_surgeon():
     dense, hessian = problem(rows=6)
     scores = block_sums(dense.square() / torch.linalg.inv(hessian).diagonal(), (2, 4))
     best = torch.zeros(18, dtype=torch.bool)
@@ -331,7 +331,7 @@ def test_counts_by_the_score_of_the_surgeon():
         "linear",
     ],
 )  # fmt: skip
-def test_what_reaches_a_weight(layer):
+def test_products_of_observed_inputs_are_the_outputs(layer):
     layer = layer.double()
     axes = len(getattr(layer, "kernel_size", ()))
     x = randn(2, 5, *(8, 9, 4)[:axes]) if axes else randn(2, 6, 5)
@@ -384,7 +384,7 @@ def assert_best(sparse, weight, bias, x, y, damping):
 
 
 @torch.no_grad()
-def test_layers_make_up_for_what_the_pruned_ones_before_lost():
+def test_layers_compensate_for_earlier_ones():
     model = nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3)).double()
     x = correlated(100, 20, 5)
     made = bs.sparsity.reconstruct(model, [x], 0.4, 4, skip=model[4])
@@ -423,7 +423,7 @@ def test_layers_of_all_kinds():
     assert max(exact.errors.values()) < 1e-20
 
 
-def test_inputs_that_are_all_zero():
+def test_inputs_of_zeros():
     layer = nn.Linear(16, 8)
     made = bs.sparsity.reconstruct(layer, [torch.zeros(4, 16)], 0.5, 4)
     assert made.errors == {"weight": 0.0}

@@ -106,7 +106,7 @@ def train(model, optimizer, method, x, steps=STEPS, after=None):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
-def test_dense_then_sparse(model, method):
+def test_finish_keeps_outputs_and_optimizer_state(model, method):
     net, optimizer, search, x = start(model, method)
     train(net, optimizer, search, x)
     net.eval()
@@ -153,7 +153,7 @@ def test_dense_then_sparse(model, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", ["mlp", "lstm"])
-def test_resumed_behind_the_search(model, method):
+def test_resume_after_finish(model, method):
     net, optimizer, search, x = start(model, method)
     train(net, optimizer, search, x)
     search.finish()
@@ -169,7 +169,7 @@ def test_resumed_behind_the_search(model, method):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_nothing_dense_is_kept():
+def test_finish_frees_dense_weights():
     net, optimizer, search, x = start("mlp", "gradual")
     dense = [weakref.ref(weight) for weight in search.dense.values()]
     train(net, optimizer, search, x)
@@ -182,7 +182,7 @@ def test_nothing_dense_is_kept():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", ["mlp", "lstm"])
-def test_resumed_in_the_middle(model, method, tmp_path):
+def test_resume_before_finish(model, method, tmp_path):
     whole, parts, again = (start(model, method) for _ in range(3))
     torch.manual_seed(1)
     train(*whole)
@@ -202,7 +202,7 @@ def test_resumed_in_the_middle(model, method, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_layer_alone_is_another_object_after(method):
+def test_finish_returns_a_new_layer_for_a_layer(method):
     torch.manual_seed(0)
     layer = nn.Linear(16, 16).double()
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
@@ -244,7 +244,7 @@ def test_finish_early(method, settled):
 
 
 @pytest.mark.parametrize("method", ["gradual", "l0", "movement"])
-def test_finish_may_be_repeated_after_an_error(method, monkeypatch):
+def test_finish_may_be_called_again_after_an_error(method, monkeypatch):
     net, optimizer, search, x = start("mlp", method)
     train(net, optimizer, search, x)
     net.eval()
@@ -259,7 +259,7 @@ def test_finish_may_be_repeated_after_an_error(method, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_out_of_order(method):
+def test_calls_in_the_wrong_order(method):
     net, optimizer, search, x = start("mlp", method)
     if search.end is not None:
         train(net, optimizer, search, x, steps=3)
@@ -277,7 +277,7 @@ def test_out_of_order(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bad_models_are_left_as_they_are(method):
+def test_bad_models_stay_unchanged(method):
     def refused(model, message, optimizer=None):
         before = {name: type(module) for name, module in model.named_modules()}
         optimizer = optimizer or torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
@@ -345,7 +345,7 @@ def test_cubic_schedule():
 
 
 @pytest.mark.parametrize("density", [0.06, 0.3, 0.5, 0.77, 1.0])
-def test_strongest(density):
+def test_top_blocks(density):
     model = nn.Sequential(nn.Linear(16, 24), nn.Linear(12, 20))
     blocks = {weight.name: weight.blocks for weight in prunable(model, (2, 4))}
     scores = {name: torch.randn(each.grid, dtype=torch.float64) for name, each in blocks.items()}
@@ -361,7 +361,7 @@ def test_strongest(density):
     assert together["1.weight"].flatten()[scores["1.weight"].argmax()]
 
 
-def test_weights_of_a_kernel_count_with_all_its_taps():
+def test_blocks_of_kernels_count_with_all_taps():
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
     blocks = {weight.name: weight.blocks for weight in prunable(model, 4)}
     scores = {"0.weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "1.weight": torch.tensor([[9.0, 8.0], [7.0, 6.0]])}

@@ -60,8 +60,8 @@ def test_each_group_of_the_optimizer_has_its_rate():
         torch.testing.assert_close(layer.weight.detach(), expected.view(8, 8))
 
 
-def test_it_ends_at_the_optimum():
-    """Where w_g is not 0 the gradient is -strength w_g / ||w_g||, elsewhere its norm is at most the strength."""
+def test_it_converges_to_the_optimum():
+    """The gradient is -strength w_g / ||w_g|| if w_g is not 0; otherwise its norm is at most the strength."""
     torch.manual_seed(0)
     x, strength = torch.randn(200, 12, dtype=torch.float64), 0.8
     target = x[:, :8] @ torch.randn(8, 8, dtype=torch.float64) * 0.4
@@ -95,7 +95,7 @@ def test_penalty_and_threshold():
     assert method.finish().layout.mask().tolist() == [[True, False, False, False]]
 
 
-def test_no_more_than_a_density():
+def test_density_limit():
     model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False))
     model[0].weight.data = torch.tensor([[5.0, 0.0, 1.0, -4.0]])
     model[1].weight.data = torch.tensor([[0.5], [3.0], [-2.0], [0.0]])

@@ -1,4 +1,4 @@
-"""Importance pruning by its formula, and layers that become really smaller without computing anything else."""
+"""Importance pruning by its formula, and `compact`, which does not change what a model computes."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_the_percentile_of_the_layer(sizes, block, percentile):
 
 
 def test_no_input_loses_its_last_connection():
-    """Of the rows that alone reach an input the most important one stays, whole."""
+    """The most important row of those that an input reaches stays as a whole."""
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 0, 0, 1, 0]])
     kept = {}
     for keep_lines in (True, False):
@@ -65,7 +65,7 @@ def test_schedules_of_the_two_codes():
         assert [epoch for epoch in range(1, 250) if method.step()] == expected
 
 
-def test_nnz_shrinks_for_good_beside_evolution():
+def test_nnz_shrinks_with_set_in_the_same_run():
     model = SparseMLP([30, 60, 60, 4], epsilon=5)
     optimizer = torch.optim.Adam(model.parameters())
     evolve = bs.sparsity.SET(model, optimizer, skip=model.output)
@@ -132,7 +132,7 @@ def test_compact_computes_the_same(sizes, block, fused):
     assert bs.sparsity.compact(second, bs.nn.Linear(30, 2, block_size=second.layout.block_shape[0])).numel() == 30
 
 
-def test_without_a_bias_to_take_a_constant_units_that_count_stay():
+def test_compact_keeps_constant_units_without_a_bias():
     # Units 0 and 2 have no inputs: 0 is the constant relu(1), and counts; 2 is relu(-1) = 0, and does not.
     layout = bs.BlockLayout([[0] * 4, [1] * 4, [0] * 4], block_size=1)
     first = bs.nn.Linear(4, 3, layout=layout, activation="relu")
@@ -179,6 +179,6 @@ def layer(in_features=4, out_features=4, block_size=1, rows=None):
         (layer(rows=[]), layer(rows=[]), "layers: expected some connections that are left"),
     ],
 )
-def test_what_cannot_be_compacted(first, second, message):
+def test_compact_refuses(first, second, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         bs.sparsity.compact(first, second)

@@ -1,4 +1,4 @@
-"""L0 gates: the published constants and formulas, what is drawn, and gates on the inputs of a layer."""
+"""L0 gates: the published constants and formulas, samples, and gates on the inputs of a layer."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ def test_golden_values():
     assert sampled_gate(at, u).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_is_drawn_has_that_probability():
+def test_sampled_gates_have_the_open_probability():
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)
     method = L0Gates(layer, samples=1, block_size=1)
@@ -52,7 +52,7 @@ def test_what_is_drawn_has_that_probability():
 
 
 @pytest.mark.parametrize(("closed", "mean"), [(0.2, math.log(4)), (0.9, -math.log(9))])
-def test_start(closed, mean):
+def test_initial_gates(closed, mean):
     torch.manual_seed(0)
     (log_alpha,) = L0Gates(nn.Linear(50, 50), samples=1, closed=closed, block_size=1).parameters()
     assert log_alpha.mean().item() == pytest.approx(mean, abs=1e-3)
@@ -96,7 +96,7 @@ def test_the_gradient_through_the_gates():
 
 
 def test_gates_on_inputs():
-    """A block of all rows and one column: the gate of a column is one on the input."""
+    """The gate of a block with all rows and one column multiplies an input."""
     torch.manual_seed(0)
     layer = nn.Linear(40, 9)
     method = L0Gates(layer, samples=1, block_size=(9, 1))
@@ -132,7 +132,7 @@ def test_it_learns_which_inputs_matter():
     assert method.layouts()["weight"].mask().int().tolist() == [[1] * 4 + [0] * 16]
 
 
-def test_no_more_than_a_density():
+def test_density_limit():
     layer = nn.Linear(5, 1)
     method = L0Gates(layer, samples=1, block_size=1, density=0.4)
     (log_alpha,) = method.parameters()
@@ -154,7 +154,7 @@ def test_log_alpha_stays_in_its_range():
     torch.testing.assert_close(log_alpha.detach(), torch.tensor([[math.log(0.01), math.log(100)], [0.5, -1.0]]))
 
 
-def test_the_optimizer_gets_the_gates_and_loses_them():
+def test_the_optimizer_has_the_gates_until_finish():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     method = L0Gates(model, optimizer, samples=10, lr=0.5, block_size=4)

@@ -11,8 +11,11 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse import SparsityWarning
+from blocksparse.sparsity.selection import hash_positions
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
+from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.sparsity.training_method import TrainingMethod
+from blocksparse.surgery.weight_handle import handle_of
 
 
 def dense():
@@ -197,6 +200,39 @@ def test_frozen_layers_keep_their_layouts(make):
     model.requires_grad_(False)
     with pytest.raises(bs.BlockSparseError, match="modules: expected weights that are trained"):
         make(model, optimizer)
+
+
+def pruned_mask(method, size, seed):
+    layer = nn.Linear(20 * size, 20 * size)
+    nn.init.constant_(layer.weight, 0.5)
+    pruner = method(layer, density=0.4, end=1, block_size=size, seed=seed)
+    pruner.step()
+    return pruner.layouts()["weight"].mask()
+
+
+def set_mask(size, seed):
+    layer = bs.nn.Linear(20 * size, 20 * size, block_size=size)
+    layer.values.data.fill_(0.5)
+    drop = nearest_zero(handle_of(layer), 0.6, tie_break=partial(hash_positions, seed=seed))
+    return ~torch.from_numpy(drop).view(20, 20)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        set_mask,
+        partial(pruned_mask, bs.sparsity.GradualPruning),
+        partial(pruned_mask, bs.sparsity.MovementPruning),
+    ],
+    ids=["SET", "gradual", "movement"],
+)
+def test_the_seed_decides_among_equal_blocks(choose, size):
+    one, again, other = (choose(size, seed) for seed in (0, 0, 1))
+    assert one.sum() == 160
+    assert one.sum(1).max() < 16, "not whole rows"
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", METHODS)

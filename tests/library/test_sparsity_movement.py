@@ -1,4 +1,4 @@
-"""Movement pruning: the gradient of the scores, who is kept when, and that what is gone may come back."""
+"""Movement pruning: the gradient of the scores, the schedule, and blocks that come back."""
 
 import itertools
 
@@ -36,8 +36,8 @@ def test_the_gradient_by_hand():
     ],
     ids=["linear", "conv", "transposed", "lstm"],
 )
-def test_the_gradient_is_that_of_a_mask_of_numbers(layer, shape):
-    """Against autograd, with the mask as a factor that has a gradient."""
+def test_the_gradient_is_that_of_a_real_mask(layer, shape):
+    """The reference is autograd with the mask as a factor."""
     torch.manual_seed(0)
     layer, x = layer.double(), torch.randn(shape, dtype=torch.float64)
     weight = prunable(layer, 4)[0]
@@ -83,7 +83,7 @@ def test_schedule_and_choice():
 
 
 def test_weights_that_move_away_from_zero_are_kept():
-    """Large ones that shrink go, small ones that grow stay: not what magnitude would choose."""
+    """Large weights that shrink are removed, small ones that grow stay."""
     layer = nn.Linear(8, 4, bias=False)
     layer.weight.data[:, :4], layer.weight.data[:, 4:] = 1.0, 0.05
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
@@ -97,7 +97,7 @@ def test_weights_that_move_away_from_zero_are_kept():
     assert method.finish().layout.mask().tolist() == [[False, True]]
 
 
-def test_the_parameters_and_the_buffers_go_with_the_model():
+def test_the_model_has_parameters_and_buffers():
     model = nn.LSTM(8, 8)
     method = MovementPruning(model, density=0.5, end=1, block_size=4, scope="layer")
     names = {f"parametrizations.weight_{kind}_l0.{key}" for kind in ("ih", "hh") for key in ("0.scores", "0.keep")}

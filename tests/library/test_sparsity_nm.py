@@ -74,7 +74,7 @@ def test_masks_of_views_and_of_parameters():
     ],
 )
 @pytest.mark.parametrize("function", ["nm_mask", "nm_permutation", "nm_efficacy"])
-def test_what_has_no_mask(function, arguments, message):
+def test_bad_arguments(function, arguments, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         getattr(bs.sparsity, function)(**{"weight": torch.zeros(4, 8)} | arguments)
 
@@ -88,7 +88,7 @@ def test_what_has_no_mask(function, arguments, message):
     ids=str,
 )
 @pytest.mark.parametrize("norm", ["l2", "mean"])
-def test_blocks_of_which_each_group_has_as_many(shape, block, n, m, norm):
+def test_each_group_keeps_its_largest_blocks(shape, block, n, m, norm):
     weight = torch.randn(shape, dtype=torch.float64)
     layout = bs.sparsity.nm_layout(weight, n, m, block, norm=norm)
     mask = layout.mask()
@@ -111,7 +111,7 @@ def test_the_layout_computes_what_the_mask_does():
     torch.testing.assert_close(bs.linear(x, bs.from_dense(weight, layout), layout), x @ dense.T, rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_that_are_no_groups():
+def test_bad_arguments_of_layouts():
     with pytest.raises(bs.BlockSparseError, match="weight: expected a multiple of 4 inputs, got 3"):
         bs.sparsity.nm_layout(torch.zeros(8, 24), block_size=8)
     with pytest.raises(bs.BlockSparseError, match="block_size: expected a positive int"):
@@ -186,7 +186,7 @@ def test_convolutions_and_half_precision():
 
 
 @pytest.mark.parametrize(("n", "columns"), [(4, 16), (2, 4)])
-def test_where_no_order_is_better(n, columns):
+def test_orders_that_cannot_help(n, columns):
     weight = torch.randn(5, columns)
     assert torch.equal(bs.sparsity.nm_permutation(weight, n, 4), torch.arange(columns))
     assert bs.sparsity.nm_efficacy(weight, n=n) == 0
@@ -212,12 +212,12 @@ def test_two_layers_in_the_new_order_compute_the_same():
         ({"weight": torch.full((2, 8), torch.nan)}, "weight: expected finite numbers"),
     ],
 )
-def test_what_has_no_order(arguments, message):
+def test_bad_arguments_of_permutations(arguments, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         bs.sparsity.nm_permutation(**{"weight": torch.ones(2, 8)} | arguments)
 
 
 @pytest.mark.parametrize("order", [torch.arange(7), torch.zeros(8).long(), torch.arange(8) - 1], ids=str)
-def test_orders_that_are_none(order):
+def test_invalid_orders(order):
     with pytest.raises(bs.BlockSparseError, match="order: expected a permutation of 8 columns"):
         bs.sparsity.nm_efficacy(torch.rand(2, 8), order)

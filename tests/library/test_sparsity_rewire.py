@@ -1,4 +1,4 @@
-"""Changing a pattern in place: values and the optimizer's state follow their connections."""
+"""Layout changes in place: values and optimizer state follow."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def trained(model, x, optimizer, steps=2):
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(("model", "x"), [pytest.param(m, x, id=name) for name, m, x in layers()])
-def test_survivors_keep_their_state_and_new_blocks_begin(model, x, make):
+def test_state_of_kept_and_new_blocks(model, x, make):
     module = next(m for m in model.modules() if hasattr(m, "values"))
     optimizer = make(model.parameters())
     trained(model, x, optimizer)
@@ -113,7 +113,7 @@ def test_a_compiled_forward_follows():
     torch._dynamo.reset()
 
 
-def test_a_running_mean_goes_along():
+def test_sync_ema_follows_the_model():
     torch.manual_seed(0)
     model = nn.Sequential(
         bs.nn.Linear(40, 64, density=0.3, block_size=8), nn.LSTM(64, 8), bs.nn.Linear(64, 8, density=0.5, block_size=4)
@@ -187,7 +187,7 @@ class Odd(torch.optim.SGD):
     ("change", "message"),
     [
         ({"module": nn.Linear(2, 2)}, "module: expected one with a block-sparse weight, got Linear"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected one that has the param"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected an optimizer with the param"),
         ({"optimizer": "sgd"}, "optimizer: expected a torch.optim.Optimizer, got str"),
         ({"new": torch.ones(2, 1, 1)}, r"new: expected \[1, 1, 1\], got \[2, 1, 1\]"),
         ({"drop": [9]}, "drop: expected"),
@@ -195,7 +195,7 @@ class Odd(torch.optim.SGD):
         ({"rows": [0, 1], "cols": [2, 2]}, None),
     ],
 )
-def test_refusals_change_nothing(change, message):
+def test_bad_arguments_change_nothing(change, message):
     layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 1, 0]], block_size=1))
     layout, values = layer.layout, layer.values.detach().clone()
     arguments = {"module": layer, "drop": [0], "rows": [0], "cols": [2]} | change
@@ -221,7 +221,7 @@ def test_a_state_that_cannot_follow_is_refused():
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
-def test_smallest(count):
+def test_mark_smallest(count):
     magnitudes = np.random.default_rng().integers(0, 6, 40).astype(float)
     chosen = mark_smallest(magnitudes, count)
     assert sorted(magnitudes[chosen]) == sorted(magnitudes)[:count]
@@ -242,7 +242,7 @@ def test_unused_places_are_uniform():
     assert (abs(np.delete(counts, taken) - 1500) < 155).all()
 
 
-def test_unused_places_of_some_lines_while_they_suffice():
+def test_unused_places_in_some_lines():
     rng = np.random.default_rng(0)
     lines = np.array([0, 2]), np.array([1, 3])
     rows, cols = draw_unused(np.array([1, 4]), (3, 4), 3, rng, lines)

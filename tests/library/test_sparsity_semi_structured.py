@@ -1,4 +1,4 @@
-"""The hand-over to PyTorch's 2:4 kernels: what is refused and why, and the rest by a conversion that is faked."""
+"""Conversion for PyTorch's 2:4 kernels: refusals, and a faked conversion."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def pruned(out=32, in_=64, dtype=torch.float16):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """As on a GPU, where compressing doubles the numbers."""
+    """A fake GPU, on which compressing doubles the weights."""
     monkeypatch.setattr(semi_structured, "semi_structured_refusal", semi_structured.refusal_of_values)
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight * 2)
 
@@ -40,7 +40,7 @@ def test_refused_on_a_cpu():
     ],
     ids=str,
 )
-def test_reasons(faked, weight, reason):
+def test_refused_weights(faked, weight, reason):
     assert semi_structured.semi_structured_refusal(torch.zeros(64, 128).bfloat16()) is None
     layer = nn.Linear(1, 1)
     layer.weight.data = weight
@@ -48,7 +48,7 @@ def test_reasons(faked, weight, reason):
         bs.sparsity.to_semi_structured(layer)
 
 
-def test_what_fits_is_converted_and_the_rest_listed(faked):
+def test_converted_and_other_weights(faked):
     net = nn.Sequential(nn.Conv1d(64, 32, 1).half(), pruned(), nn.Linear(32, 32).half(), pruned(64), pruned())
     before = net[1].weight.detach().clone()
     left = bs.sparsity.to_semi_structured(net, skip="4")

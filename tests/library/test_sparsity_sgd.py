@@ -28,7 +28,7 @@ def test_the_formula():
     torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"], v, rtol=1e-13, atol=1e-13)
 
 
-def test_where_it_is_torch_sgd_and_where_not():
+def test_comparison_with_torch_sgd():
     torch.manual_seed(0)
     start, grads = torch.randn(5).double(), torch.randn(6, 5).double()
 

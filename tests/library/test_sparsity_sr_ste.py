@@ -1,4 +1,4 @@
-"""SR-STE by its formula, and weights that are plain again and N:M sparse afterwards."""
+"""SR-STE by its formula, and plain N:M sparse weights after `finish`."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_a_mask_of_another_shape_is_not_loaded():
     assert torch.equal(net.weight, before)
 
 
-def test_what_is_left_alone():
+def test_weights_that_stay_dense():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

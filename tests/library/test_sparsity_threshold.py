@@ -1,4 +1,4 @@
-"""Block-sparse RNN: the threshold by its formula, which blocks it takes, and q of a trained model."""
+"""Threshold pruning: the threshold by its formula, the blocks that it removes, and percentiles."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_the_threshold():
     assert [t for t in range(4000) if ramp.due(t)] == list(range(200, 3001, 100))
 
 
-def test_a_block_of_n_weights_has_the_fourth_root_of_n_times_that():
+def test_the_threshold_grows_with_the_fourth_root_of_the_block():
     model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3))
     steps = {"begin": 0, "ramp": 10, "end": 20, "every": 1}
     method = ThresholdPruning(model, None, 0.38, **steps, block_size=32)
@@ -32,7 +32,7 @@ def test_a_block_of_n_weights_has_the_fourth_root_of_n_times_that():
     assert method.threshold("0.weight", 3) == pytest.approx(4 * theta * 5.656854249)
 
 
-def test_blocks_go_whose_largest_weight_is_below():
+def test_blocks_below_the_threshold_are_removed():
     layer = nn.Linear(6, 2, bias=False)
     method = ThresholdPruning(layer, None, 1.0, begin=0, ramp=0, end=2, every=1, block_size=(1, 2))
     bound = method.threshold("weight", 1)  # theta (1 + 1.5 * 2)
@@ -64,8 +64,8 @@ def test_percentiles(percent):
         percentiles(model, 101)
 
 
-def test_what_is_left_is_measured_by_q():
-    """With q the 90th percentile of single weights nearly all goes; of a trained net q is a scale, as in the paper."""
+def test_a_larger_q_leaves_fewer_blocks():
+    """With the 90th percentile of an untrained layer nearly all blocks are removed."""
     torch.manual_seed(0)
     densities = []
     for percent in (10, 50, 90):
@@ -80,7 +80,7 @@ def test_what_is_left_is_measured_by_q():
     assert 1 > densities[0] > densities[1] > densities[2]
 
 
-def test_no_line_runs_empty_but_inputs_as_blocks_do():
+def test_no_line_gets_empty_unless_it_is_one_block():
     torch.manual_seed(0)
     for block, empties in ((4, False), ((30, 1), True)):
         layer = nn.Linear(50, 30)

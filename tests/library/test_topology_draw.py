@@ -1,4 +1,4 @@
-"""The pictures of layouts, and the layouts of runs that `compare --topology` reads."""
+"""Pictures of layouts, and the layouts of runs that `compare --topology` reads."""
 
 from __future__ import annotations
 

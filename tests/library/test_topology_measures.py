@@ -59,7 +59,7 @@ def test_published_path_lengths(layout, length):
 
 
 def test_ten_thousand_nodes():
-    # All 10,000 searches take some seconds: a sample tells as much.
+    # A sample, since all 10,000 searches take some seconds.
     found = topology.path_lengths(bs.patterns.watts_strogatz_2d(10_000, 1), sources=500)
     assert found.mean == pytest.approx(4.97, abs=0.03)
     assert found.mean + 3 * found.standard_error < 5
@@ -287,7 +287,7 @@ PARTS = BlockLayout(torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).bool(),
     ],
     ids=lambda value: "" if callable(value) else value.split(":")[0].replace(" ", "_"),
 )
-def test_mistakes_are_said(measure, message):
+def test_bad_arguments(measure, message):
     with pytest.raises(BlockSparseError, match=message):
         measure()
 
@@ -308,7 +308,7 @@ def test_a_summary_is_the_measures_together():
     assert (apart.components, apart.path_length, apart.diameter, apart.spectral_gap) == (4, None, None, 0)
 
 
-def test_missing_scipy_is_said(monkeypatch):
+def test_missing_scipy(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     measures = [

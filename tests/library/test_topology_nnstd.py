@@ -76,7 +76,7 @@ def test_nets_agree_with_the_definition(seed):
 
 
 def renumbered(net, seed):
-    """The same net, the neurons of every layer but the input in another order, as a list of bool masks."""
+    """Masks of a net whose neurons have a random order in every layer but the input."""
     rng = np.random.default_rng(seed)
     order, masks = np.arange(net[0].shape[1]), []
     for layout in net:
@@ -135,8 +135,8 @@ def rewired(layout, part, rng):
     ("part", "expected"), [(0.01, 0.019), (0.1, 0.18), (0.5, 0.7), (1, 0.85)], ids=["1", "10", "50", "100"]
 )
 def test_published_distances_of_rewired_nets(part, expected):
-    # Three layers of 784 x 784, of about 6.5 connections per neuron: with twice or half as many, those of the
-    # whole net drawn again are 0.90 or 0.78.
+    # Three layers of 784 x 784 with about 6.5 connections per neuron. With 13 or 3.25, two independent nets would have
+    # a distance of 0.90 or 0.78.
     net = [bs.patterns.erdos_renyi((784, 784), 1, epsilon=3.25, seed=seed) for seed in range(3)]
     rng = np.random.default_rng(0)
     assert nnstd(net, [rewired(layout, part, rng) for layout in net]) == pytest.approx(expected, abs=0.03)
@@ -175,7 +175,7 @@ def test_models_are_compared_without_their_padding():
     ],
     ids=["layers", "sizes", "chain", "dense", "none", "str", "ints"],
 )
-def test_what_cannot_be_compared_is_said(a, b, message):
+def test_bad_networks(a, b, message):
     with pytest.raises(BlockSparseError, match=message):
         nnstd(a(), (b or a)())
 
@@ -223,7 +223,7 @@ def test_points_keep_their_distances():
     ],
     ids=["one", "rectangle", "skew", "diagonal", "nan"],
 )
-def test_what_are_no_distances_is_said(matrix, message):
+def test_bad_distances(matrix, message):
     for function in (linkage, embedding):
         with pytest.raises(BlockSparseError, match=message):
             function(matrix)
