@@ -367,7 +367,7 @@ class Device:
     def compiled(self, launch: Launch) -> dict[str, Any]:
         """The compiler's output for a launch."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
-        # What LLVM takes to be undefined, and what has no room in tensor memory, becomes a trap; nothing else is left.
+        # LLVM compiles undefined code, and code that exceeds tensor memory, to a trap and nothing else.
         code = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
         traps = bool(re.search(r"^\s+(trap;|s_trap\b)", code, re.MULTILINE))
         facts = {"shared": kernel.metadata.shared, "traps": traps}

@@ -41,7 +41,7 @@ SLOW = [backend for backend in BACKENDS if backend not in FAST]
 CPU = [backend for backend in FAST if backend.startswith("cpu")]
 # On a GPU sizes are free and each kernel that differs is compiled for a second: it gets fewer shapes of blocks.
 GPU = [backend for backend in FAST if backend.startswith("triton")]
-# What is done above the kernels is tested with one set of each kind.
+# Code above the kernels is tested with one backend of each kind.
 MAIN = [backend for backend in BACKENDS if backend in ("reference", f"cpu-{ISA}", "triton-tuned")]
 
 # Relative L2 error against float64 on the same (rounded) inputs.
@@ -166,7 +166,7 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu
 
 
 class Expected:
-    """What a product of random operands is in float64, its gradients, and the sizes of the terms that they sum up.
+    """A product of random operands in float64, its gradients, and the sizes of the terms of their sums.
 
     Where a sum cancels, or an activation makes little of it, the error is still one of the terms, times the slope.
 

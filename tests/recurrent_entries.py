@@ -1,4 +1,4 @@
-"""What the functions of recurrences on the CPU take: the shape of each operand, and how they are called with them."""
+"""The functions of recurrences on the CPU: the shape of each operand, and how to call them."""
 
 from __future__ import annotations
 

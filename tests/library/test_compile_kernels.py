@@ -164,7 +164,7 @@ def test_loads_are_wide(kind):
 @kinds(GPUS)
 def test_wgrad_does_not_spill_and_its_loads_are_wide(kind):
     def wrong(record: dict) -> bool:
-        # In TF32 these want the tokens of an input side by side: they are gathered, by 4 bytes.
+        # In TF32 they need the tokens of an input side by side: they are gathered, by 4 bytes.
         gathered = record["dtype"] == "tf32" and kind.split()[0] in FROM_SHARED_MEMORY
         return spills(record) or not (record["copies"] if gathered else wide(record))
 

@@ -45,7 +45,7 @@ def test_special_values(backend):
         grad_x = op.backward(torch.full_like(expected, torch.nan), x, 1.0, 1, 2**15)
     assert (some[~kept] == 0).all()
     torch.testing.assert_close(some[kept], expected[kept], equal_nan=True, rtol=1e-6, atol=0)
-    # What is dropped takes no part in the gradient, whatever stands there.
+    # Dropped numbers do not contribute to the gradient, even if it is NaN there.
     assert torch.equal(grad_x.isnan(), kept[:, :7] | kept[:, 7:])
 
 
@@ -61,7 +61,7 @@ def test_the_same_for_any_number_of_threads(backend):
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-def test_as_many_are_dropped_as_wanted_and_both_signs_apart():
+def test_the_dropped_fraction_and_the_independence_of_both_signs():
     x = torch.ones(1000, 501)
     kept = op.keep_mask(x, 7, 2**14)
     upper, lower = ((half.double() - 0.75) for half in kept.chunk(2, 1))
@@ -100,7 +100,7 @@ def test_memory_formats_are_kept(memory):
     torch.testing.assert_close(y, F.elu(torch.cat([x, -x], 1)))
 
 
-def test_views_are_taken_and_left_alone():
+def test_views_are_not_changed():
     x = torch.randn(2, 8, 4, 5)
     before = x.clone()
     y = bs.nn.concat_elu(x[:, 1:7:2, ::2])
@@ -146,7 +146,7 @@ def test_saved_tensors_in_another_memory_format_have_the_same_mask():
     assert torch.equal(x.grad == 0, (upper == 0) & (lower == 0))
 
 
-def test_gradients_without_numbers_of_their_own():
+def test_lazily_negated_gradients():
     x = torch.randn(2, 3, requires_grad=True)
     expected = torch.autograd.grad(F.elu(torch.cat([x, -x], 1)), x, torch.ones(2, 6))[0]
     found = torch.autograd.grad(bs.nn.concat_elu(x), x, torch._neg_view(torch.ones(2, 6)))[0]

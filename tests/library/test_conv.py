@@ -424,7 +424,7 @@ def test_opcheck_on_an_empty_layout_and_no_images():
     torch.library.opcheck(conv_wgrad_op, (torch.randn(0, 3, 8), nothing[0], *indices(layout), False, [3], *steps))
 
 
-# What the compiler makes of the other operations in a graph is the same as with the linear op.
+# Other compilers and graphs are tested with the linear op.
 @pytest.mark.usefixtures("any_backend")
 @pytest.mark.parametrize(
     ("activation", "compiler", "dynamic"),

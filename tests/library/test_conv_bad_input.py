@@ -1,4 +1,4 @@
-"""What convolutions refuse, and what they say; the op itself reads and writes nothing but its operands."""
+"""Refusals of convolutions; the op itself reads and writes its operands only."""
 
 import pytest
 import torch

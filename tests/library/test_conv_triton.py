@@ -175,7 +175,7 @@ def test_weights_with_their_taps_first_are_used_as_they_are(monkeypatch):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_warm_call_copies_nothing_from_the_host_on_another_stream(transposed, monkeypatch):
-    """As a capture has a stream of its own, and keeps the addresses of all it read."""
+    """A capture has a stream of its own, and keeps the addresses of everything that it read."""
     stream, tables = [1], []
     monkeypatch.setattr(linear, "stream_of", lambda x: stream[0])
     monkeypatch.setattr(linear, "keep_for_stream", lambda *of: None)

@@ -119,7 +119,7 @@ def operands_of(entry):
 
 
 def apart(tensor):
-    """The same numbers, no two of them side by side."""
+    """Return a view with the same numbers, no two of them contiguous."""
     return tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2].copy_(tensor)
 
 

@@ -45,7 +45,7 @@ def test_recurrences_count():
     numbers = sum(weight.values.numel() for weight in lstm.children())
     forward, total = counted(lstm, torch.randn(5, 2, 16))
     assert forward == 2 * 5 * 2 * numbers
-    assert total >= 3 * forward - 2 * 2 * 2 * numbers  # the first state wants no gradient
+    assert total >= 3 * forward - 2 * 2 * 2 * numbers  # the first state needs no gradient
 
 
 @pytest.mark.parametrize("density", [None, 0.5])

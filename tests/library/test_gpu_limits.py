@@ -128,7 +128,7 @@ def test_addresses_of_gradients(memory, far):
 
 @pytest.mark.parametrize("taps", [1, 2])
 def test_addresses_of_convolutions(memory, taps):
-    """Of two outputs with a tap each, or of two taps of one."""
+    """Convolutions with two outputs of one tap each, or two taps of one output."""
     channels, far = 2**16, 2**15
     layout = bs.BlockLayout.from_indices([0], [channels // 16 - 1], (1, channels // 16), 16)
     values = torch.randn(1, 16, 16, taps, device=DEVICE).bfloat16()

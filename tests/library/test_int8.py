@@ -29,7 +29,7 @@ ACTIVATIONS = {None: lambda y: y, "relu": torch.relu, "gelu": nn.functional.gelu
 
 
 def by_hand(x, values, scales, layout, bias, activation):
-    """What the definition says, in float64, one block after the other."""
+    """Compute the definition in float64, block by block."""
     x = x.double()
     scale = (x.float().abs().amax(-1, keepdim=True) / 127).double()
     factor = (127 / x.float().abs().amax(-1, keepdim=True)).double()

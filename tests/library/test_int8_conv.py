@@ -38,7 +38,7 @@ ACTIVATIONS = {None: lambda y: y, "relu": torch.relu, "gelu": F.gelu, "silu": F.
 
 
 def by_hand(x, values, scales, layout, bias, activation, **steps):
-    """What the definition says, in float64: one dense convolution of each output's own rounded inputs."""
+    """Compute the definition in float64: one dense convolution of each output's own rounded inputs."""
     axes, kernel = x.dim() - 2, values.shape[3:]
     weight = bs.to_dense(values.double() * scales.double()[(..., *[None] * (axes + 1))], layout)
     # A convolution with a kernel of ones at one tap and channel each gathers the patches [n, in * taps, *space].

@@ -36,7 +36,7 @@ def lstm(**options):
 
 
 def by_hand(lstm, x, h, c):
-    """What the definition says of the rounded weights, in float64, step by step: y, h, c; all padded away."""
+    """Compute the definition with rounded weights in float64, step by step: y, h, c; all padded away."""
     dense, dtype = lstm.dequantized().double().densified(), x.dtype
 
     def product(x, name):

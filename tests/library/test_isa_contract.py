@@ -66,7 +66,7 @@ def layout_of(block_size):
 
 
 def operands(dtype, block_size, where):
-    """x, grad, values, bias and the layout; `where` tells which of the first three has special values."""
+    """x, grad, values, bias and the layout; `where` names the one of the first three that has special values."""
     layout = layout_of(block_size)
     stored = bs.to_dense(torch.ones(layout.values_shape), layout) != 0
     weight = integers(64, 96, dtype=dtype) * stored

@@ -309,7 +309,7 @@ def test_nan_flows_only_where_it_is_connected(backend, dtype):
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
 @pytest.mark.parametrize(("backend", "dtype"), cases())
 def test_special_values_through_activations(backend, dtype, activation):
-    """As PyTorch's in float64: its GELU of float32 overflows from half of the largest number on."""
+    """The results are those of PyTorch in float64: its GELU of float32 overflows from half of the largest number on."""
     largest = torch.finfo(dtype).max
     far = [-torch.inf, -largest, -1e30, -1000.0, -100, -89, -88, -20, -9, -1e-30, 0, 9, 100, torch.nan]
     far += [] if backend == "reference" else [largest, torch.inf]

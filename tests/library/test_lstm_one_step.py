@@ -120,7 +120,7 @@ def test_another_dtype_and_a_parametrized_weight():
 
 
 def negated(tensor):
-    """The same numbers, whose sign PyTorch puts off."""
+    """Return a lazily negated view of the same numbers."""
     return torch._neg_view(-tensor)
 
 

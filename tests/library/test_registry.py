@@ -31,7 +31,7 @@ def forget_core():
 
 @pytest.fixture
 def no_core(monkeypatch):
-    """As if the compiled core had never been built."""
+    """Hide the compiled core, as before it was built."""
     monkeypatch.setitem(sys.modules, "blocksparse._core", None)
     monkeypatch.delattr(bs, "_core", raising=False)
     forget_core()

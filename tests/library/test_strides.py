@@ -238,11 +238,11 @@ def test_momentum(backend):
                         torch.testing.assert_close(got, want, msg=f"{name} {odd}")
 
 
-# -- what compilers are told ---------------------------------------------------------------------------------------
+# -- memory of fake tensors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", MAIN)
-def test_outputs_lie_in_memory_as_fake_ones(backend):
+def test_fake_outputs_have_the_strides_of_real_ones(backend):
     layout = LAYOUTS["a block"]
     with running(backend):
         x, grad, values = torch.randn(3, 2).T, torch.randn(2, 2).T, torch.randn(1, 3, 2).mT

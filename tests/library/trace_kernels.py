@@ -50,7 +50,7 @@ def cases() -> dict[str, tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
 
 
 class Driver:
-    """As much of a GPU as tracing needs."""
+    """The parts of a GPU that tracing needs."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

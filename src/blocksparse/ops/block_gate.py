@@ -54,6 +54,7 @@ def apply_gate(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tenso
 
 
 def _find_open_blocks(gate: Tensor, layout: BlockLayout, cache: dict[object, _OpenBlocks]) -> _OpenBlocks:
+    """Return the blocks whose gate is not 0; a cached equal layout is used again."""
     _refuse_nan(gate)
     keep = gate != 0
     blocks, scale = keep.nonzero().squeeze(1), gate[keep]
@@ -65,6 +66,7 @@ def _find_open_blocks(gate: Tensor, layout: BlockLayout, cache: dict[object, _Op
 
 
 def _open_values(values: Tensor, entry: _OpenBlocks) -> Tensor:
+    """Return a copy of the open blocks times their gates; the values themselves if nothing changes."""
     if entry.layout is None:
         return values if entry.scale is None else values * _per_block(entry.scale, values)
     selected = workspace.empty((entry.blocks.numel(), *values.shape[1:]), values.dtype, values.device)

@@ -37,6 +37,7 @@ _forced: dict[object, str] = {}
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
+    """Import the compiled core and share PyTorch's threads with it; return it, or None and the reason."""
     try:
         from .. import _core
     except ImportError as error:
@@ -116,6 +117,7 @@ def isa() -> str:
 
 @cache
 def _chosen() -> str:
+    """Return the instruction set of the environment variable, or the best one of this CPU."""
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         return _checked(wanted, f"environment variable {ISA_VARIABLE}")
@@ -134,6 +136,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def _checked(name: str, subject: str) -> str:
+    """Check that this CPU has an instruction set, and return its name."""
     here = [isa for isa, present in isas().items() if present]
     if name not in here:
         raise BlockSparseError.expected(subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name))

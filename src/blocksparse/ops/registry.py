@@ -295,6 +295,7 @@ class LayoutOp(Op):
         return self.compute(tensors, layout, options)
 
     def _run(self, *arguments: Any) -> Tensor:
+        """Compute the op from the arguments of PyTorch's op."""
         tensors, (indices, in_blocks), options = self._split(arguments)
         grid, x = grid_from(indices, in_blocks), tensors[self.tensor_names.index("x")]
         block, shapes, _ = self.geometry(tensors, indices[1].shape[0], grid, options)
@@ -304,6 +305,7 @@ class LayoutOp(Op):
         return self.compute(tensors, layout, options)
 
     def _meta(self, *arguments: Any) -> Tensor:
+        """Return an empty tensor of the result's shape."""
         tensors, (indices, in_blocks), options = self._split(arguments)
         grid = grid_from(indices, in_blocks)
         *_, shape = self.geometry(tensors, indices[1].shape[0], grid, options)
@@ -313,6 +315,7 @@ class LayoutOp(Op):
         return result
 
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
+        """Record the op if a tensor needs a gradient, else dispatch it further."""
         tensors, (indices, in_blocks), options = self._split(arguments)
         # The checks of the public functions see tangents outside of transforms, or those of the innermost one.
         check_tangents(**dict(zip(self.tensor_names, tensors, strict=True)))
@@ -328,6 +331,7 @@ class LayoutOp(Op):
         return result
 
     def _split(self, arguments: Sequence[Any]) -> tuple[Any, GraphLayout, Sequence[Any]]:
+        """Return tensors, layout and options from the arguments of PyTorch's op."""
         count = len(self.tensor_names)
         return arguments[:count], GraphLayout(*arguments[count : count + 2]), arguments[count + 2 :]
 

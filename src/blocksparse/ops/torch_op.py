@@ -60,6 +60,7 @@ def vmap_rule(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
 
 
 def _is_tensor_list(argument: Any) -> bool:
+    """Return whether the argument is a non-empty list of tensors."""
     return isinstance(argument, list | tuple) and len(argument) > 0 and isinstance(argument[0], Tensor)
 
 

@@ -58,6 +58,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -86,6 +87,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _take(size: int) -> torch.UntypedStorage:
+    """Return an idle buffer of one to two times this size, or a new one."""
     global _requested
     _requested += size
     # Another process may be using a storage that was moved to shared memory.

@@ -92,6 +92,7 @@ def attention(
 
 
 def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
+    """Check the tensors and layouts; return one layout if all are equal, else one per head."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
@@ -123,6 +124,7 @@ _all_equal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
+    """Return the error for a layout of a wrong shape, with the best remedy."""
     expected = f"the shape (queries, keys) = ({queries}, {keys})"
     height, width = layout.block_shape
     if queries % height or keys % width:

@@ -44,6 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], c
 
 
 def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+    """Return attention of heads that share this layout."""
     if gathered.is_dense(layout, scale):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     dtype, d_v = q.dtype, v.shape[-1]
@@ -70,6 +71,7 @@ def gradients(
 
 
 def _whole_vectors(tensor: Tensor) -> Tensor:
+    """Pad the features with zeros to a multiple of `FEATURE_STEP`."""
     more = -tensor.shape[-1] % FEATURE_STEP
     return F.pad(tensor, (0, more)) if more else tensor
 

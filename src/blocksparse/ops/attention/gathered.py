@@ -134,6 +134,7 @@ def _plan(layout: BlockLayout, causal: bool) -> Plan:
 
 
 def _attention(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+    """Return attention of heads that share this layout."""
     if is_dense(layout, scale):
         return _dense_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape

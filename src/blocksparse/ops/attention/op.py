@@ -49,6 +49,7 @@ def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, indices: Sequence[Tensor], sizes: Sequence[int], causal: bool,
     scale: float,
 ) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, computed per distinct layout."""
     run: Callable[..., Sequence[Tensor]] = cpu.gradients
     if cpu.refusal(q.device, q.dtype):
         run = gathered.gradients
@@ -71,6 +72,7 @@ def _attention_backward_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> lis
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save the tensors for the backward pass of a graph."""
     q, k, v, indices, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *indices)
 

@@ -201,6 +201,7 @@ def _conv(
     dilation: Ints, activation: str | None, gate: Tensor | None,
     output_padding: Ints | None = None,  # of a transposed convolution only
 ) -> Tensor:  # fmt: skip
+    """Check the arguments of every convolution and call the op on `[n, *space, channels]`."""
     check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
     if gate is not None:
         values, layout = apply_gate(values, layout, gate)
@@ -262,6 +263,7 @@ def _transposed_size(
     space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
     padding: Sequence[int], more: Sequence[int],
 ) -> list[int]:  # fmt: skip
+    """Return the size of the output of a transposed convolution."""
     size = []
     for n, k, s, d, p, m in zip(space, kernel, stride, dilation, padding, more, strict=True):
         if m >= max(s, d):

@@ -122,15 +122,15 @@ def _conv_launches(
         numbers = [_phase_numbers(three_phases, x.shape[0], tap_strides, shared) for three_phases in group]
         arguments = {
             "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
-            "phase_ptr": None if len(group) == 1 else _table(cast(BlockLayout, layout), numbers, x.device),
+            "phase_ptr": None if len(group) == 1 else _phase_table(cast(BlockLayout, layout), numbers, x.device),
             "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
-            **_each("in_size", output if transposed else input),
-            **_each("out_size", input if transposed else output),
-            **_each("out_step", stride if transposed else (1, 1, 1)),
-            **_each("in_step", (1, 1, 1) if transposed else stride),
-            **_each("tap_step", [phase.tap_step * past for phase, past in zip(group[0], tap_strides, strict=True)]),
-            **_numbers(group[0], "shift_step"), "block_out": layout.block_shape[0],
+            **_axis_arguments("in_size", output if transposed else input),
+            **_axis_arguments("out_size", input if transposed else output),
+            **_axis_arguments("out_step", stride if transposed else (1, 1, 1)),
+            **_axis_arguments("in_step", (1, 1, 1) if transposed else stride),
+            **_axis_arguments("tap_step", [p.tap_step * past for p, past in zip(group[0], tap_strides, strict=True)]),
+            **_axis_attributes(group[0], "shift_step"), "block_out": layout.block_shape[0],
             "block_in": layout.block_shape[1],
             "AXES": len(axes), **shared.constants, "TRANSPOSE": transpose, "ACTIVATION": activation or "",
             **_common(x.dtype, tile),
@@ -154,10 +154,10 @@ def in_one_launch(axes: Sequence[Axis], transposed: bool) -> bool:
     return math.prod(len(phases(axis, transposed)) for axis in axes) > MAX_LAUNCHES
 
 
-def _table(layout: BlockLayout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
+def _phase_table(layout: BlockLayout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
     """Return the numbers of all phases, cached in the layout: a captured CUDA graph must neither copy nor lose them."""
     rows = tuple(tuple(each.values()) for each in numbers)
-    return _on(layout, ("conv phases", rows), device, lambda: np.array(rows, np.int32))
+    return _cached_tensor(layout, ("conv phases", rows), device, lambda: np.array(rows, np.int32))
 
 
 def _phase_numbers(
@@ -169,12 +169,13 @@ def _phase_numbers(
     numbers = {
         "tokens": images * three_phases[0].count * three_phases[1].count * groups, "groups": groups,
         "first_tap": sum(phase.tap * past for phase, past in zip(three_phases, tap_strides, strict=True)),
-        **_numbers(three_phases, "first", "count", "taps", "shift"),
+        **_axis_attributes(three_phases, "first", "count", "taps", "shift"),
     }  # fmt: skip
     return numbers | {"taps2": last.taps // shared.taps}
 
 
 def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:
+    """Return the launch of the sampled product, and of the sum over its splits if there are several."""
     _check_fits(layout, axes, a.shape[0])
     for blocks, size in zip(layout.grid, layout.block_shape, strict=True):
         lanes = blocks * power_of_two(size) * math.prod(axis.kernel for axis in axes)
@@ -201,9 +202,9 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes
         "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
         "tokens": tokens, "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
         "groups": last.output // shared.positions, "numbers": numbers, "a_blocks": rows.grid[1],
-        "b_blocks": rows.grid[0], **_numbers(three, "kernel", "stride", "padding", "dilation"),
-        **_each("input_size", [axis.input for axis in three]),
-        **_each("output_size", [axis.output for axis in three]), "a_width": rows.block_shape[1],
+        "b_blocks": rows.grid[0], **_axis_attributes(three, "kernel", "stride", "padding", "dilation"),
+        **_axis_arguments("input_size", [axis.input for axis in three]),
+        **_axis_arguments("output_size", [axis.output for axis in three]), "a_width": rows.block_shape[1],
         "b_width": rows.block_shape[0], "a_place": block_in if transposed else 1,
         "b_place": 1 if transposed else block_in,
         "AXES": len(axes), **shared.constants, **_common(a.dtype, tile),
@@ -317,6 +318,7 @@ def _is_exact(work: Work) -> bool:
 
 
 def _work(pass_: str, x: Tensor, layout: Layout, tokens: int) -> Work:
+    """Return the properties of this product that determine its tile."""
     return Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density, tf32())
 
 
@@ -405,25 +407,26 @@ def _wgrad_steps(work: Work, last: Axis, taps: int, gpu: Gpu) -> list[tuple[int,
 
 def _wgrad_tasks(layout: BlockLayout, transposed: bool, step: tuple[int, int], device: torch.device) -> Tensor:
     rows = layout.T if transposed else layout
-    return _on(layout, ("conv wgrad tasks", transposed, *step), device, lambda: wgrad_tasks(rows, *step))
+    return _cached_tensor(layout, ("conv wgrad tasks", transposed, *step), device, lambda: wgrad_tasks(rows, *step))
 
 
 def _tasks(layout: Layout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tasks, columns and blocks of forward, or with `transpose` of dgrad, on the device."""
     if isinstance(layout, TracedLayout):
         tasks, col, block = layout.schedule[3:ROW_TENSORS] if transpose else layout.schedule[:3]
         return tasks, col, block if transpose else None
     plan = layout.derived(("tasks", transpose, None), lambda: linear_plan(layout, transpose))
-    tasks = _on(layout, ("conv tasks", transpose), device, lambda: plan.tasks)
-    col = _on(layout, ("conv cols", transpose), device, lambda: plan.col)
+    tasks = _cached_tensor(layout, ("conv tasks", transpose), device, lambda: plan.tasks)
+    col = _cached_tensor(layout, ("conv cols", transpose), device, lambda: plan.col)
     of_entries = plan.block
     return (
         tasks,
         col,
-        None if of_entries is None else _on(layout, ("conv blocks", transpose), device, lambda: of_entries),
+        None if of_entries is None else _cached_tensor(layout, ("conv blocks", transpose), device, lambda: of_entries),
     )
 
 
-def _on(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: Any) -> Tensor:
+def _cached_tensor(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: Any) -> Tensor:
     """Return the array on the device, cached in the layout."""
 
     def build() -> Tensor:
@@ -433,9 +436,15 @@ def _on(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: 
     return layout.derived((*key, device), build)
 
 
-def _numbers(axes: Sequence[Axis | Phase], *names: str) -> dict[str, int]:
-    return {name: number for each in names for name, number in _each(each, [getattr(a, each) for a in axes]).items()}
+def _axis_attributes(axes: Sequence[Axis | Phase], *names: str) -> dict[str, int]:
+    """Return attributes of three axes as arguments of a kernel, such as stride0, stride1, stride2."""
+    return {
+        name: number
+        for each in names
+        for name, number in _axis_arguments(each, [getattr(a, each) for a in axes]).items()
+    }
 
 
-def _each(name: str, numbers: Sequence[int]) -> dict[str, int]:
+def _axis_arguments(name: str, numbers: Sequence[int]) -> dict[str, int]:
+    """Return numbers of three axes as arguments of a kernel: name0, name1, name2."""
     return {f"{name}{axis}": number for axis, number in enumerate(numbers)}

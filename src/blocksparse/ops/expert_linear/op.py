@@ -147,6 +147,7 @@ def _grid_of_part(grid: tuple[int, int], starts: Tensor) -> tuple[int, int]:
 
 
 def _call_of(op: LayoutOp, layout: AnyLayout, *tensors: Tensor) -> Callable[..., Tensor]:
+    """Return the way to call an op in a backward pass: `direct` if possible, else PyTorch's op."""
     return op.direct if can_call_directly(layout, *tensors) else op
 
 

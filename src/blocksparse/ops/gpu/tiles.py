@@ -207,6 +207,7 @@ _WGRAD = {
 
 
 def _rule_of_multiply_adds(work: Work, block_n: int) -> Tile:
+    """Return the tile of a product by plain multiply-adds or in float64."""
     # Plain multiply-adds, or products of 16 x 8 in float64: sums and operands share the registers.
     double = work.dtype == torch.float64
     if work.pass_ == "wgrad":
@@ -218,6 +219,7 @@ def _rule_of_multiply_adds(work: Work, block_n: int) -> Tile:
 
 
 def _rule_of_three_products(work: Work, block_n: int) -> Tile:
+    """Return the tile of a float32 product by three products of TF32."""
     # Both halves of both operands are in registers at once.
     if work.pass_ == "wgrad":
         return Tile(
@@ -326,6 +328,7 @@ def shipped_folder() -> Path:
 
 @lru_cache
 def _tuned(name: str) -> dict[Work, Tile]:
+    """Return the tuned tiles of a GPU model."""
     tiles: dict[Work, Tile] = {}
     for folder in (shipped_folder(), user_folder()):  # tiles of the user override shipped ones
         path = folder / f"{slug(name)}.json"
@@ -383,6 +386,7 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
 
 
 def _work(entry: Mapping[str, Any]) -> Work:
+    """Return the `Work` of an entry in a file of tuned tiles."""
     pass_, name = entry["pass"], entry["dtype"]
     if pass_ not in PASSES or name not in DTYPES:
         raise BlockSparseError.expected("pass and dtype", f"of {', '.join(PASSES)} and {', '.join(DTYPES)}", "others")

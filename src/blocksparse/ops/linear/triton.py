@@ -85,6 +85,7 @@ def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tok
 
 
 def _plan(layout: BlockLayout, transpose: bool, work: Work, gpu: Gpu) -> LinearPlan:
+    """Return the plan of a pass: pairs of rows if they share enough loads, else rows, cut if they are long."""
     tile = tile_for(work, gpu)
     least_shared = MIN_SHARED_LOADS[work.pass_]
     if tile.pairs or (tile_of_pairs(work, gpu) and most_shared(layout, transpose) >= least_shared):
@@ -109,6 +110,7 @@ def _arrays(plan: LinearPlan) -> list[Any]:
 
 
 def _work(pass_: str, dtype: torch.dtype, layout: BlockLayout | TracedLayout, tokens: int) -> Work:
+    """Return the properties of a product that determine its tile."""
     return Work(pass_, dtype, layout.block_shape, bucket(tokens), layout.density)
 
 
@@ -137,6 +139,7 @@ def linear(
 
 
 def _launch(launches: list[Launch], x: Tensor, values: Tensor, bias: Tensor | None, y: Tensor, height: int) -> None:
+    """Run the product, and the sums of rows that were cut in parts."""
     product, *reductions = launches
     shape = product.slots, y.shape[0], height
     partial = torch.empty(shape, dtype=SUM_DTYPES[x.dtype], device=x.device) if reductions else None
@@ -269,6 +272,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
 
 
 def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tensor]:
+    """Return the schedule of a layout for the rows of x."""
     if isinstance(layout, TracedLayout):
         return layout.schedule
     return schedule(layout, x.device, x.dtype, x.shape[0])

@@ -68,6 +68,7 @@ def _run(
     pass_: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], strides: tuple[int, ...],
     *tensors: Tensor | None,
 ) -> None:  # fmt: skip
+    """Run a pass through its cached launch."""
     if shape[0] == 0:
         return
     # Triton compiles for the presence of each tensor, and for addresses that are multiples of 16 bytes or not.

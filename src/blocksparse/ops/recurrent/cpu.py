@@ -226,11 +226,13 @@ def small_world_backward(
 
 
 def _sizes(weights: Weights) -> tuple[int, torch.dtype]:
+    """Return the number of features of h and the dtype."""
     values, layout = weights[0]
     return layout.shape[1], values.dtype
 
 
 def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[CoreTensor]:
+    """Return the index as a tensor of the core, after a check of its range."""
     if index is not None:
         check_rows_of_table(index, inputs)
     return [("index", index, (steps.rows,), torch.int64)]
@@ -277,12 +279,14 @@ def _working(weights: Weights, steps: Steps, *names: str) -> list[CoreTensor]:
 
 
 def _affine(weights: Weights, gains: Sequence[Tensor], biases: Sequence[Tensor]) -> list[CoreTensor]:
+    """Return the norms' gains and biases, each as one vector."""
     hidden, dtype = _sizes(weights)
     size = (len(weights) + 3) * hidden
     return [(name, torch.cat([*of]), (size,), dtype) for name, of in (("gains", gains), ("biases", biases))]
 
 
 def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[CoreTensor]:
+    """Return the tensors of the norms; without `keep`, only working memory."""
     (hidden, dtype), depth = _sizes(weights), len(weights) - 1
     state = SUM_DTYPES[dtype]
     return [

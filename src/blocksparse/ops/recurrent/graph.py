@@ -36,11 +36,13 @@ def _recurrence(
     indices: Sequence[Tensor], sizes_of_layouts: Sequence[int], kind: str, number: int, batch: int,
     sizes: Sequence[int], reverse: bool,
 ) -> Recurrence:  # fmt: skip
+    """Build the recurrence from the arguments of the op."""
     layouts = unpack_layouts(indices, sizes_of_layouts)
     return KINDS[kind](Times(number, batch, tuple(sizes) or None, reverse).to_steps(), *layouts)
 
 
 def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
+    """Insert None for the tensors that are not given."""
     left = iter(tensors)
     return [next(left) if each else None for each in given]
 
@@ -78,6 +80,7 @@ def _scan_backward_meta(tensors: Any, *arguments: Any) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save the tensors for the backward pass of a graph."""
     tensors, ctx.given, indices, *ctx.pattern = inputs
     ctx.count = len(tensors)
     ctx.save_for_backward(*tensors, *indices)

@@ -317,4 +317,5 @@ def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
 
 @lru_cache(maxsize=64)
 def _rows_of(out: int, in_: int) -> BlockLayout | None:
+    """Return the dense layout with blocks of 32 whole rows, or None if these do not fit."""
     return None if out % 32 or cpu_core.unavailable() else patterns.dense((out, in_), (32, in_))

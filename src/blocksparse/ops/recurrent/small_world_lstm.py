@@ -174,6 +174,7 @@ class SmallWorldLSTM(Recurrence):
         )
 
     def _split(self, parameters: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Return weights, gains and biases."""
         count = len(self.layouts)
         return parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
 
