@@ -236,18 +236,18 @@ def report(found, seed: int, processes: int = 1, shard: bool = False) -> str:
             "# Runs that were killed",
             "",
             f"After {total['same']} of {total['kills']} kills at random moments, the resumed run ended with the",
-            "tensors, log and figure of a run that was never killed, bit for bit. Runs are tiny, with a checkpoint after each",
-            f"step and up to {KILLS_OF_A_RUN} kills each. A kill in writing leaves an incomplete file. A process that",
-            "gets SIGINT or SIGTERM first finishes its step and saves, unless it has not begun.",
+            "tensors, log and figure of a run that was never killed, bit for bit. Runs are tiny, with a checkpoint",
+            f"after each step and up to {KILLS_OF_A_RUN} kills each. A kill in writing leaves an incomplete file.",
+            "A process that gets SIGINT or SIGTERM first finishes its step and saves, unless it has not begun.",
         ]
     else:
         about = [
             "# Runs of several processes of which one was killed",
             "",
-            f"A random one of {processes} processes of torchrun was killed at random moments. torchrun restarted all",
-            f"processes, which resumed from the last checkpoint. After {total['same']} of {total['kills']} kills the",
-            "run ended with the tensors, log and figure of a run that was never killed, bit for bit. Runs are tiny, with a",
-            f"checkpoint after each step and up to {KILLS_OF_A_RUN} kills each.",
+            f"A random one of {processes} processes of torchrun was killed at random moments. torchrun restarted",
+            f"all processes, which resumed from the last checkpoint. After {total['same']} of {total['kills']} kills",
+            "the run ended with the tensors, log and figure of a run that was never killed, bit for bit. Runs are",
+            f"tiny, with a checkpoint after each step and up to {KILLS_OF_A_RUN} kills each.",
         ]
     lines = [
         *about,
