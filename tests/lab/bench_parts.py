@@ -1,4 +1,4 @@
-"""What tests of benchmarks share: the programs as modules, and results whose contenders took given seconds."""
+"""Helpers for tests of benchmarks: programs as modules, and results with chosen times."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 
 def load(name):
-    """The program benchmarks/NAME.py as a module."""
+    """Import the program benchmarks/NAME.py as a module."""
     spec = importlib.util.spec_from_file_location(f"{name}_benchmark", PROGRAMS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
@@ -22,7 +22,7 @@ def load(name):
 
 
 def script(module, monkeypatch, capsys):
-    """A program within this process: what comes back, called with arguments, gives its status and what it printed."""
+    """Return a function that runs a program in this process and returns its status, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, arguments)])
@@ -34,7 +34,7 @@ def script(module, monkeypatch, capsys):
 
 
 def timed(spec, layout, refused=(), facts=(), **seconds):
-    """The result of a case whose contenders took these seconds; `dense_wide` is the peer dense-wide."""
+    """Return the result of a case whose contenders took these seconds; `dense_wide` is the peer dense-wide."""
     seconds = {name.replace("_", "-"): [value] * 3 for name, value in seconds.items()}
     samples = Samples(seconds, dict.fromkeys(seconds, 1))
     errors = {"y": 1e-7}

@@ -1,4 +1,4 @@
-"""The time of attention: the timed results are right, and the row says whether it falls."""
+"""Benchmark of attention: its results are checked, and a row says whether time falls with density."""
 
 import json
 
@@ -13,11 +13,11 @@ from targets.attention import AttentionProblem, AttentionSpec
 SPEC = AttentionSpec(tokens=64, d=8, block=8)
 
 
-def test_rows_in_small():
+def test_rows_on_small_sizes():
     threads = torch.get_num_threads()
     rows = list(attention.rows(0.05, quick=True))
     assert torch.get_num_threads() == threads
-    # Of each pass the first row says whether time falls; the second, a dense layout, has no target.
+    # In each pass, the first row says whether time falls, and the second, a dense layout, has no target.
     assert [row.target == "-" for row in rows] == 2 * [False, True, *4 * [False]] + 6 * [False]
     assert all(row.details["error"] < 1e-5 for row in rows if "error" in row.details)
     assert "causal attention forward + backward, 4 heads, 256 tokens, d 16, small world of density" in rows[-1].work
@@ -25,7 +25,7 @@ def test_rows_in_small():
 
 
 @pytest.mark.parametrize(("seconds", "met"), [([3, 2, 1], True), ([3, 1, 2], False), ([2, 2, 1], False)])
-def test_falling(seconds, met):
+def test_row_says_whether_time_falls(seconds, met):
     names = ["density 1", "density 0.5", "density 0.1"]
     samples = Samples({name: [float(t)] * 3 for name, t in zip(names, seconds, strict=True)}, {})
     row = attention.falls_row("attention", names, samples)
@@ -33,7 +33,7 @@ def test_falling(seconds, met):
     assert row.measured.startswith("1.00, ")
 
 
-def test_what_differs_is_refused(monkeypatch):
+def test_wrong_results_raise(monkeypatch):
     problem = AttentionProblem(SPEC, {"half": bs.patterns.random((64, 64), 8, 0.5)}, causal=True)
     assert 0 < problem.check()["half"] < 1e-5
     monkeypatch.setattr(attention, "attention", lambda *of, **how: 1.01 * bs.nn.attention(*of, **how))

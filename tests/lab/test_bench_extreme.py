@@ -1,4 +1,4 @@
-"""The extreme runs: their records, refusals and files."""
+"""Runs of extreme networks: their records, refusals and files."""
 
 import json
 import sys
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A run of 66,000 neurons in this process, and its output."""
-    said = []
-    return extreme.train(ExtremeRun(66_000, rows=16), tmp_path_factory.mktemp("run"), said.append), said
+    lines = []
+    return extreme.train(ExtremeRun(66_000, rows=16), tmp_path_factory.mktemp("run"), lines.append), lines
 
 
-def test_a_run_tells_all(small):
-    found, said = small
+def test_run_is_recorded(small):
+    found, lines = small
     assert found.neurons == pytest.approx(66_000, abs=4)
     assert found.connections == pytest.approx(ExtremeRun(66_000).connections, rel=0.05)
     assert set(found.peak) == set(extreme.PHASES)
@@ -32,11 +32,11 @@ def test_a_run_tells_all(small):
     assert all(found.seconds[phase] > 0 for phase in (*extreme.PHASES, "epoch"))
     assert found.seconds["epoch"] == 4 * found.seconds["train"] + found.seconds["evolve"]
     assert len(found.losses) == len(found.held_out) == 2
-    assert f"{found.connections:,} connections" in said[0]
+    assert f"{found.connections:,} connections" in lines[0]
     assert found == RunResult(**json.loads(json.dumps(asdict(found))))
 
 
-def test_a_phase_within_another_has_its_own_mark():
+def test_inner_phase_has_its_own_peak():
     phases = Phases()
 
     with phases.phase("outer"), phases.phase("inner"):
@@ -45,15 +45,15 @@ def test_a_phase_within_another_has_its_own_mark():
 
 
 @pytest.mark.full
-def test_a_process_of_its_own(tmp_path):
-    spec, said = ExtremeRun(66_000, rows=8, epochs=1), []
-    found = extreme.measure(spec, tmp_path, said.append)
+def test_run_in_its_own_process(tmp_path):
+    spec, lines = ExtremeRun(66_000, rows=8, epochs=1), []
+    found = extreme.measure(spec, tmp_path, lines.append)
     assert found.run == asdict(spec)
-    assert len(said) >= 2
+    assert len(lines) >= 2
     assert not list(tmp_path.iterdir())
 
 
-def test_no_process_without_memory_and_the_reason_of_one_that_died(tmp_path, monkeypatch):
+def test_too_little_memory_and_dead_processes_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
     wanted = r"memory: expected 7.5 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
     with pytest.raises(bs.BlockSparseError, match=wanted):
@@ -63,7 +63,7 @@ def test_no_process_without_memory_and_the_reason_of_one_that_died(tmp_path, mon
         extreme.measure(ExtremeRun(66_000, rows=8, epochs=1), tmp_path)
 
 
-def test_what_is_predicted_grows_with_connections():
+def test_prediction_grows_with_connections():
     assert [ExtremeRun(n).predicted > ExtremeRun(n // 2).predicted for n in extreme.NEURONS] == [True] * 6
     assert ExtremeRun(100_000_000).predicted < 22 << 30
     assert ExtremeRun(50_000_000).predicted < 16 << 30
@@ -78,7 +78,7 @@ def found(neurons, connections, most, seconds):
     return RunResult(neurons, connections, [1, 2], 1, phases, phases, times, [0.7, 0.6], [50.0, 10.0], run, facts)
 
 
-def test_a_table_grows_size_by_size(tmp_path):
+def test_table_merges_runs_by_size(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "docs" / "extreme.json"
     for neurons in (4_000_000, 1_000_000, 2_000_000, 1_000_000):
@@ -95,14 +95,14 @@ def test_a_table_grows_size_by_size(tmp_path):
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_committed_table_is_that_of_its_json(tmp_path, monkeypatch):
+def test_committed_table_matches_its_json(tmp_path, monkeypatch):
     monkeypatch.setattr(extreme, "_draw", lambda *of: None)
     committed = Path(__file__).parents[2] / "docs" / "results" / "extreme.json"
     extreme.write(tmp_path / "extreme.json", extreme.read(committed))
     assert (tmp_path / "extreme.md").read_text() == committed.with_suffix(".md").read_text()
 
 
-def test_mistakes_end_in_a_line_and_a_status(tmp_path, monkeypatch, capsys):
+def test_bad_options_end_in_a_line_and_a_status(tmp_path, monkeypatch, capsys):
     run = bench_parts.script(bench_parts.load("extreme"), monkeypatch, capsys)
     (tmp_path / "other.json").write_text('{"runs": [{"x": 1}]}')
     (tmp_path / "file").touch()
@@ -113,12 +113,12 @@ def test_mistakes_end_in_a_line_and_a_status(tmp_path, monkeypatch, capsys):
         ("--neurons", "100k", "--out", tmp_path / "file" / "a.json"): "error: ",
         ("--neurons", "10G", "--out", tmp_path / "a.json"): "GiB free for",
     }.items():
-        status, said, _ = run(*arguments)
-        assert (status, message in said) == (1, True), said
+        status, lines, _ = run(*arguments)
+        assert (status, message in lines) == (1, True), lines
     assert not (tmp_path / "a.json").exists()
 
 
-def test_a_line_is_off_where_a_point_is():
+def test_line_reports_its_largest_error():
     line = Line.of([1, 2, 4, 8], [2.0, 4.0, 8.0, 20.0])
     assert 0.05 < line.off < 0.3
     assert not extreme.lines([replace(found(1, 2, 3, 4.0))] * 2)

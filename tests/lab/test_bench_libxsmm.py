@@ -1,4 +1,4 @@
-"""libxsmm as a peer: its products where it is built, and what the rows say where it is not."""
+"""libxsmm as a peer: its products if it is built, and the rows if it is not."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from targets import libxsmm
 ROOT = Path(__file__).parents[2]
 
 
-def built():
+def is_built():
     try:
         libxsmm.library()
     except BlockSparseError:
@@ -24,7 +24,7 @@ def built():
     return bool(bs.backends()["cpu"])
 
 
-needs_libxsmm = pytest.mark.skipif(not built(), reason="libxsmm is not built: benchmarks/libxsmm/build.py")
+needs_libxsmm = pytest.mark.skipif(not is_built(), reason="libxsmm is not built: benchmarks/libxsmm/build.py")
 
 
 @needs_libxsmm
@@ -32,7 +32,7 @@ needs_libxsmm = pytest.mark.skipif(not built(), reason="libxsmm is not built: be
 @pytest.mark.parametrize("block", [8, 32])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("how", [(16, 1, True, False), (32, 2, True, True), (16, 4, False, False)])
-def test_its_products_are_ours(dtype, block, threads, how):
+def test_products_equal_ours(dtype, block, threads, how):
     if not libxsmm.library().serves(dtype):
         pytest.skip(f"libxsmm has no {dtype} kernel here")
     case = LinearBench(rounds=1).case(LinearSpec(128, 256, tokens=64, block=block, density=0.02, dtype=dtype))
@@ -46,20 +46,20 @@ def test_its_products_are_ours(dtype, block, threads, how):
 
 
 @needs_libxsmm
-def test_a_division_that_does_not_fit_is_refused():
+def test_sizes_without_a_plan_raise():
     case = LinearBench(rounds=1).case(LinearSpec(64, 64, tokens=8, block=32, density=1))
     with pytest.raises(BlockSparseError, match=r"libxsmm has no kernel of LinearSpec\(64x64, 8 tokens"):
         libxsmm.fastest_plan(case, libxsmm.OWN, threads=1)
 
 
-def test_without_it_a_row_says_how_to_build_it(monkeypatch, tmp_path):
+def test_missing_library_is_a_row_with_instructions(monkeypatch, tmp_path):
     monkeypatch.setenv(libxsmm.VARIABLE, str(tmp_path / "missing.so"))
     (row,) = libxsmm.rows(0.1, quick=True)
     assert row.met is None
     assert f"no {tmp_path / 'missing.so'}: build it with `python benchmarks/libxsmm/build.py" in row.measured
 
 
-def test_what_is_no_shim_is_refused(monkeypatch, tmp_path):
+def test_other_files_are_refused(monkeypatch, tmp_path):
     path = tmp_path / "text.so"
     path.write_text("not a library")
     monkeypatch.setenv(libxsmm.VARIABLE, str(path))
@@ -67,7 +67,7 @@ def test_what_is_no_shim_is_refused(monkeypatch, tmp_path):
         libxsmm.library()
 
 
-def test_the_script_refuses_a_folder_without_sources(tmp_path):
+def test_script_refuses_a_folder_without_sources(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/libxsmm/build.py"), str(tmp_path), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The time of an epoch: all contenders compute the same, in all their ways, and rows say what is met."""
+"""Benchmark of truly sparse MLPs: all contenders compute the same, and rows say which targets are met."""
 
 import json
 
@@ -26,7 +26,7 @@ def one_thread():
 
 @pytest.mark.parametrize("wgrad", mlp._WGRADS)
 @pytest.mark.parametrize("dgrad", mlp._DGRADS)
-def test_every_way_gives_the_same(dgrad, wgrad):
+def test_all_ways_give_the_same(dgrad, wgrad):
     problem = MlpProblem(SPEC, seed=3)
     for layer in problem.scipy.layers:
         layer.ways = {"dgrad": dgrad, "wgrad": wgrad}
@@ -35,7 +35,7 @@ def test_every_way_gives_the_same(dgrad, wgrad):
     assert 0 < max(differences.values()) < 1e-5
 
 
-def test_scipys_steps_are_those_of_our_sgd():
+def test_scipys_steps_equal_our_sgd():
     problem = MlpProblem(MlpSpec(SPEC.sizes, epsilon=3, batch=8, dropout=0.0, weight_decay=0.01))
     model = problem.ours()
     s = problem.spec
@@ -46,14 +46,14 @@ def test_scipys_steps_are_those_of_our_sgd():
         np.testing.assert_allclose(theirs.values, layer.values.detach().flatten(), rtol=1e-4, atol=1e-6)
 
 
-def test_dropout_of_scipy_keeps_the_mean():
+def test_scipys_dropout_keeps_the_mean():
     net = MlpProblem(MlpSpec((30, 2000, 5), epsilon=5, batch=64)).scipy
     without, with_dropout = (net._forward(p)[0][1] for p in (0.0, 0.3))
     assert abs((with_dropout == 0).mean() - 0.3) < 0.01
     assert with_dropout.mean() == pytest.approx(without.mean(), rel=0.05)
 
 
-def test_what_differs_is_refused(monkeypatch):
+def test_differing_results_raise(monkeypatch):
     problem = MlpProblem(SPEC)
     problem.scipy.layers[1].bias += 1
     with pytest.raises(
@@ -62,7 +62,7 @@ def test_what_differs_is_refused(monkeypatch):
         problem.check()
 
 
-def test_rows_in_small():
+def test_rows_on_small_sizes():
     rows = list(mlp.rows(0.05, quick=True))
     assert [row.target for row in rows] == ["> 1x dense torch.nn", ">= 5x scipy CSR", "-"]  # one thread here
     assert all(isinstance(row.met, bool) and "1 thread" in row.work for row in rows[:2])
@@ -76,7 +76,7 @@ def test_a_second_round_has_one_thread():
     assert [row.met is None for row in mlp.rows(0.05, quick=True)] == [False, False] + 4 * [True]
 
 
-def test_what_meets_a_target():
+def test_targets():
     epochs = Samples({OURS: [1.0] * 3, "dense": [1.1] * 3, "scipy": [4.9] * 3, "blas": [2.0] * 3}, {})
     details = {"threads": 2, "evolution": 0.1, "dense_sgd": "fused", "blas_ways": [{"wgrad": "gathers"}]}
     dense, scipy, blas = (mlp.epoch_row(SPEC, peer, epochs, details, has_target=True) for peer in mlp.PEERS)

@@ -1,4 +1,4 @@
-"""The table of what one shot costs: nets that give what they say, and rows that say what became of them."""
+"""The one-shot benchmark: shapes of its nets, and its table."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_shapes(model, x, shape):
 
 
 @pytest.mark.parametrize("kind", ["lstm", "transformer"])
-def test_the_next_byte_is_not_seen(kind):
+def test_next_byte_does_not_leak(kind):
     model, x = Sequences(kind, 32, 1).eval(), torch.randint(256, (1, 9))
     other = x.clone()
     other[0, 5:] += 1
@@ -39,7 +39,7 @@ def test_the_table_has_a_row_for_each_density_and_marks_warnings():
     torch.manual_seed(0)
     net = Net("two", nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), accuracy, torch.randn(2, 64))
     with torch.no_grad():
-        for layer in net.model:  # of unequal blocks, so that it looks trained and nothing can be spared
+        for layer in net.model:  # unequal blocks, as after training, so that no layer can lose half of them
             layer.weight[:32] *= 3
     found = one_shot.outcomes(net, (0.5,))
     by_way = {each.way: each for each in found}
@@ -50,7 +50,7 @@ def test_the_table_has_a_row_for_each_density_and_marks_warnings():
     assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, warned) | 12.5 (2) | 12.5 (2) |")
 
 
-def test_what_is_measured_again_takes_the_place_of_what_was_before(tmp_path):
+def test_new_results_replace_old_ones(tmp_path):
     before = [
         one_shot.Outcome("a", "default", 0.5, 90.0, 1.0, 1, 2, False),
         one_shot.Outcome("b", "default", 0.5, 80.0, 2.0, 1, 2, False),

@@ -1,4 +1,4 @@
-"""When a step is called, captured and replayed; on a GPU also that a graph learns the same."""
+"""When a step is called, captured and replayed; on a GPU, also that a graph trains like plain steps."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +14,7 @@ from blocksparse_lab.training.trainer import Callback, Settings, Trainer
 
 
 class FakeGraph:
-    """Replays on the CPU what was called while it was captured."""
+    """Replays on the CPU what was called during its capture."""
 
     def replay(self):
         self.work()
@@ -24,7 +24,7 @@ class FakeGraph:
 
 
 class Generator:
-    """A GPU's, which none is needed for."""
+    """Replaces the GPU's generator."""
 
     def clone_state(self):
         return self
@@ -35,7 +35,7 @@ class Generator:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records a step's calls; torch.cuda is made to work without a GPU, except for captures that should fail."""
+    """A step that records its calls, and a torch.cuda that works without a GPU; captures can be made to fail."""
     seen, state = [], {"captures": False, "fails": False}
 
     def work(x):
@@ -71,7 +71,7 @@ def calls(monkeypatch):
     return work, seen, state
 
 
-def test_the_first_calls_are_steps_and_so_are_the_replays(calls):
+def test_warmup_calls_and_replays_are_steps(calls):
     work, seen, _ = calls
     notes = []
     step = GraphedStep(work, notes.append, warmup=2)
@@ -81,7 +81,7 @@ def test_the_first_calls_are_steps_and_so_are_the_replays(calls):
     assert notes == []
 
 
-def test_where_a_capture_fails_it_goes_on_without(calls):
+def test_failed_capture_falls_back_to_plain_steps(calls):
     work, seen, state = calls
     state["fails"] = True
     notes = []
@@ -99,7 +99,7 @@ def test_where_a_capture_fails_it_goes_on_without(calls):
     [lambda x: x.sum().item(), lambda x: torch.zeros(3).to(x.device), lambda x: torch.randn(x.shape).cuda(), None],
     ids=["waits", "copies", "draws", "raises"],
 )
-def test_a_capture_that_fails_leaves_the_gpu_as_it_was(wrong):
+def test_failed_capture_restores_the_gpu(wrong):
     def work(x):
         x.add_(torch.randn_like(x))
         if torch.cuda.is_current_stream_capturing():
@@ -112,7 +112,7 @@ def test_a_capture_that_fails_leaves_the_gpu_as_it_was(wrong):
     for _ in range(4):
         step(x)
     assert len(notes) == 1
-    assert x.std() > 1  # the calls went on
+    assert x.std() > 1  # the calls continued
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     first = torch.randn(8, device="cuda")
@@ -128,7 +128,7 @@ def test_a_capture_that_fails_leaves_the_gpu_as_it_was(wrong):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_learns_what_steps_learn(tmp_path):
+def test_graph_trains_like_plain_steps(tmp_path):
     settings = Settings(steps=20, learning_rate=0.01, warmup=5, ema=0.9, log_every=1, device="cuda")
     results, notes, watch = [], [], Callback()
     watch.note = notes.append

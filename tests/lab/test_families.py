@@ -1,4 +1,4 @@
-"""The table of families: some of them in full, how failures are told, and that a run goes on where it was."""
+"""The table of families: some in full, how failures appear, and that a run resumes."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_families_pass(families, name):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft itself
-def test_adapters_stay_dense_and_are_trained(families):
+def test_adapters_stay_dense_and_get_gradients(families):
     pytest.importorskip("peft")
     model, inputs = families.FAMILIES["peft lora llama"]()
     sparse = bs.sparsify(model, 0.5, 16, force=True)
@@ -45,7 +45,7 @@ def test_adapters_stay_dense_and_are_trained(families):
 
 
 class Wrong(nn.Module):
-    """Its densified form computes something else."""
+    """A model whose densified form computes something else."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Wrong(nn.Module):
 
 
 class Forgetful(nn.Module):
-    """No gradient reaches its weight once that is block-sparse."""
+    """A model whose weight gets no gradient once it is block-sparse."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class Forgetful(nn.Module):
 
 
 class Constant(nn.Module):
-    """Its outputs say nothing."""
+    """A model whose outputs are all 0."""
 
     def __init__(self):
         super().__init__()
@@ -80,12 +80,12 @@ class Constant(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Wrong, Forgetful, Constant])
-def test_what_is_wrong_does_not_pass(families, kind, monkeypatch):
+def test_wrong_models_fail(families, kind, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, "own", lambda: (kind(), {"x": torch.randn(4, 32)}))
     assert not families.try_family("own").passed
 
 
-def test_a_library_that_is_not_there_is_said_and_errors_are_kept(families, monkeypatch):
+def test_missing_libraries_and_errors_are_recorded(families, monkeypatch):
     def absent():
         raise ModuleNotFoundError("No module named 'other'")
 
@@ -101,7 +101,7 @@ def test_a_library_that_is_not_there_is_said_and_errors_are_kept(families, monke
     assert not row.passed
 
 
-def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
+def test_run_resumes(families, monkeypatch, tmp_path):
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["families.py", "--out", str(tmp_path), *arguments])
         return families.main()
@@ -129,7 +129,7 @@ def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
         run("--only", "x")
 
 
-def test_the_table_in_the_docs_has_all_families_and_all_pass(families):
+def test_committed_table_has_all_families_and_all_pass(families):
     rows = families.rows_of(json.loads((families.RESULTS / "families.json").read_text()))
     assert [row.name for row in rows] == list(families.FAMILIES)
     assert all(row.passed and not row.refused for row in rows)

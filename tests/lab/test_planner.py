@@ -1,4 +1,4 @@
-"""What the planner says a step takes is what real processes take: bytes on each, bytes of each collective."""
+"""The planner's bytes equal those of real processes, and its command."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import real_steps as reality
+import real_steps
 from blocksparse.errors import BlockSparseError
 from blocksparse_lab.cli import app
 from blocksparse_lab.planner import formulas, hardware, measure, net, plan
@@ -23,10 +23,10 @@ def planned(job, tensor_parallel):
 
 
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), ENGINES)
-def test_bytes_are_those_of_real_processes(processes, ranks, tensor_parallel):
+def test_bytes_equal_those_of_real_processes(processes, ranks, tensor_parallel):
     job = plan.Job(ranks, tokens=24, optimizer="adam" if tensor_parallel == 1 else "momentum")
     predicted = planned(job, tensor_parallel)
-    real = processes(ranks)(reality.run, NET, job, tensor_parallel)
+    real = processes(ranks)(real_steps.run, NET, job, tensor_parallel)
     memory = {name: max(rank["memory"][name] for rank in real) for name in real[0]["memory"]}
     assert memory == {name: size for name, size in predicted.memory.items() if name != "copies"}
     for rank in real:
@@ -73,7 +73,7 @@ def test_megatron_papers_example():
     assert flops == pytest.approx(96 * 1536 * 2048 * 12288**2 * 96 * (1 + 2048 / (6 * 12288)), rel=1e-6)
 
 
-def test_recompute_makes_it_fit_and_says_so():
+def test_recompute_makes_a_plan_fit():
     model = net.transformer(10**10, 0.05)
     job = plan.Job(256, 2048, 2048, wire=2)
     assert plan.recommend(plan.plans(model, H100, job))[0] is None

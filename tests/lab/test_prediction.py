@@ -1,4 +1,4 @@
-"""The model of a GPU: against times measured on one, and the figures of compiled kernels that it was designed with."""
+"""The model of a GPU, compared with times measured on one, and figures of compiled kernels that it relies on."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def launch(programs, steps, longest, macs, memory, cache, registers, shared, war
     return {**facts, "tensor": tensor, "kernel": kernel}
 
 
-# As compiled at commit d01ed05, with the seconds that an H100 took then.
+# Kernels compiled at commit d01ed05, with the seconds that an H100 took then.
 FEW = (56, 50688, 4, (105, 68, None))
 MEASURED = {
     "few tokens, bf16, density 0.5": (
@@ -63,7 +63,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_was_measured_is_predicted(name):
+def test_predicts_measured_times(name):
     facts, seconds, bound = MEASURED[name]
     found = launch_time(facts, H100)
     assert found.seconds == pytest.approx(seconds, rel=0.15)
@@ -75,7 +75,7 @@ def dense(hidden, tokens, dtype):
     return {"operations": 2 * hidden**2 * tokens, "moved": moved, "dtype": dtype, "few": tokens <= 64}
 
 
-def test_dense_products_take_what_cublas_took():
+def test_dense_products_match_cublas():
     for hidden, tokens, dtype, seconds in (
         (12288, 32, "bfloat16", 113.8e-6),
         (12288, 32, "float32", 427e-6),
@@ -84,7 +84,7 @@ def test_dense_products_take_what_cublas_took():
         assert dense_time(**dense(hidden, tokens, dtype), chip=H100) == pytest.approx(seconds, rel=0.03)
 
 
-def test_a_dense_product_takes_its_launch_and_16_bits_are_as_fast_either_way():
+def test_dense_product_includes_its_launch_and_16_bit_dtypes_agree():
     tiny = dense(64, 16, "bfloat16")
     assert dense_time(**tiny, chip=H100) > model.LAUNCH
     assert dense_time(**tiny, chip=H100, launches=2, times=3) > 6 * dense_time(**tiny, chip=H100)
@@ -92,7 +92,7 @@ def test_a_dense_product_takes_its_launch_and_16_bits_are_as_fast_either_way():
     assert dense_time(**{**many, "dtype": "float16"}, chip=H100) == dense_time(**many, chip=H100)
 
 
-def test_a_faster_memory_helps_where_it_is_the_bound_and_nowhere_else():
+def test_faster_memory_helps_only_memory_bound_work():
     fast = replace(H100, memory=2 * H100.memory)
     few, _, _ = MEASURED["few tokens, bf16, density 0.5"]
     assert launch_time(few, fast).seconds < 0.85 * launch_time(few, H100).seconds
@@ -106,14 +106,14 @@ def test_a_faster_memory_helps_where_it_is_the_bound_and_nowhere_else():
     assert launch_time(free, H100).seconds < 0.4 * launch_time(fp32, H100).seconds, "without its bank conflicts"
 
 
-def test_a_row_that_is_longer_than_all_others_is_waited_for():
+def test_longest_row_bounds_the_time():
     even, _, _ = MEASURED["few tokens, bf16, density 0.1"]
     found = launch_time({**even, "longest": 80}, H100)
     assert found.bound == "longest row"
     assert found.seconds > 2 * launch_time(even, H100).seconds
 
 
-def test_programs_share_a_multiprocessor_as_far_as_its_registers_and_memory_go():
+def test_registers_memory_and_threads_limit_resident_programs():
     small = {"registers": 32, "shared": 1024, "warps": 4}
     assert resident(small, H100) == 16  # 2,048 threads
     assert resident({**small, "registers": 255, "warps": 8}, H100) == 1
@@ -121,7 +121,7 @@ def test_programs_share_a_multiprocessor_as_far_as_its_registers_and_memory_go()
     assert resident({**small, "shared": 300000}, H100) == 1
 
 
-def test_launches_come_one_after_the_other():
+def test_launches_add_up():
     few, _, _ = MEASURED["few tokens, bf16, density 0.1"]
     many, _, _ = MEASURED["many tokens, block 32"]
     both = together([few, many], H100)
@@ -129,7 +129,7 @@ def test_launches_come_one_after_the_other():
     assert both.bound == "L2 cache"
 
 
-def test_the_table_has_targets_and_what_was_measured():
+def test_table_has_targets_and_measured_times():
     rows = {}
     for name, (facts, _, _) in MEASURED.items():
         tokens, hidden = (32, 12288) if "few" in name else (8192, 8192)
@@ -154,14 +154,14 @@ def test_the_table_has_targets_and_what_was_measured():
     assert trained["met"] == "yes"
 
 
-def test_a_kernel_that_is_a_trap_has_no_time():
+def test_trap_has_no_time():
     facts, _, _ = MEASURED["few tokens, bf16, density 0.1"]
     broken = {**facts, "kernel": {**facts["kernel"], "traps": True}}
     (line,) = table({"a row": {"dense": [dense(12288, 32, "bfloat16")], "launches": [facts, broken]}}, H100)
     assert line[:4] == ("a row", "-", "a trap", "-")
 
 
-def test_threads_that_meet_in_a_bank_are_counted():
+def test_bank_conflicts_are_counted():
     text = """
     #shared1 = #ttg.swizzled_shared<{{vec = 4, perPhase = 1, maxPhase = {}, order = [0, 1]}}>
     ttg.local_load %w : !ttg.memdesc<{}x32xf32, #shared1, #smem> -> tensor<x, #ttg.dot_op<{{opIdx = 1, parent = #mma>
@@ -179,11 +179,11 @@ def test_kernels_that_do_not_compile_raise():
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    """`gpu.py` within this process: `script(arguments)` gives its status and what it printed."""
+    """`gpu.py` in this process: `script(*arguments)` returns its status, stdout and stderr."""
     return bench_parts.script(bench_parts.load("gpu"), monkeypatch, capsys)
 
 
-def test_a_layer_to_predict_is_one(script):
+def test_bad_layers_end_in_one_line(script):
     for arguments, wanted in (
         (("--linear", "64"), "--linear: expected OUTxIN, as in 3072x768, got '64'"),
         (("--linear", "64x96", "--block", "64"), "in_features: expected a multiple of the block size 64, got 96"),
@@ -196,7 +196,7 @@ def test_a_layer_to_predict_is_one(script):
     assert "--linear: expected --predict with it, got none" in script("--linear", "64x96")[2]
 
 
-def test_predictions_fit_a_narrow_terminal_and_say_what_they_are(script, monkeypatch, tmp_path):
+def test_predictions_fit_a_narrow_terminal(script, monkeypatch, tmp_path):
     every, asked = {name: {} for name in ("training step, many tokens, block 32", "few tokens, bf16, density 0.1")}, []
 
     def lines(found, chip, measured):
@@ -226,7 +226,7 @@ def test_predictions_fit_a_narrow_terminal_and_say_what_they_are(script, monkeyp
 # -- figures of compiled kernels -------------------------------------------------------------------------------------
 
 with_triton = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")
-# Programs of a multiprocessor: four, so that some load while others end; two of the large tiles at blocks of 32.
+# Least programs per multiprocessor: four, so that some load while others end; two with large tiles at blocks of 32.
 RESIDENT = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 4}}
 RESIDENT["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 6}
 EXACT = "few tokens, fp32, density 0.1"
@@ -235,13 +235,13 @@ CONVOLUTIONS = {name.split()[-1][:-1]: name for name in ROWS if name.startswith(
 RECURRENT, RECURRENT_WIDE = (name for name in ROWS if "language model" in name)
 GATED = next(name for name in ROWS if name.startswith("gated MLP") and " 32 tokens" in name)
 SHARED = ("many tokens, block 32", "layout with hubs, many tokens")
-# From the highest density on.
+# Rows by falling density.
 FALLING = {dtype: [name for name in ROWS if name.startswith(f"few tokens, {dtype}")] for dtype in ("bf16", "fp32")}
 DESIGNED = dict.fromkeys(
     [*RESIDENT, *SHARED, *FALLING["bf16"], *FALLING["fp32"], *CONVOLUTIONS.values(), RECURRENT, RECURRENT_WIDE, GATED]
 )
 KINDS = {"sm80": "a100", "sm90": "h200", "sm100": "b200", "gfx942": "mi300x"}
-# The same of convolutions and of an LSTM's kernels: the step's tables leave room for three programs with its gates.
+# Least programs of convolutions and an LSTM's kernels; the step's tables leave room for three with its gates.
 OTHERS = {
     "conv_kernel": {"sm80": 3, "sm90": 3, "sm100": 2, "gfx942": 2},
     "conv_wgrad_kernel": {"sm80": 2, "sm90": 2, "sm100": 2, "gfx942": 2},
@@ -249,7 +249,7 @@ OTHERS = {
     "linear_kernel": {"sm80": 5, "sm90": 5, "sm100": 5, "gfx942": 5},
     "step_wgrad_kernel": {"sm80": 1, "sm90": 1, "sm100": 1, "gfx942": 3},
 }
-# Bytes in memory that bring another program onto a multiprocessor.
+# Bytes that may spill to memory, if this makes room for another program.
 FEW_SPILLED = 8
 
 
@@ -259,7 +259,7 @@ def launches(kind, *names):
 
 
 def kinds(*without):
-    """All kinds of GPU, of which only Hopper is not `full`."""
+    """Parametrize over kinds of GPU; all but Hopper are `full`."""
     others = [pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind not in ("sm90", *without)]
     return pytest.mark.parametrize("kind", ["sm90", *others])
 
@@ -267,7 +267,7 @@ def kinds(*without):
 @with_triton
 @kinds()
 @pytest.mark.parametrize("name", RESIDENT)
-def test_kernels_are_as_they_were_designed(kind, name):
+def test_kernels_keep_to_their_design(kind, name):
     (does,) = launches(kind, *DESIGNED)[name]["launches"]
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
@@ -286,9 +286,9 @@ def test_kernels_are_as_they_were_designed(kind, name):
 
 @with_triton
 @kinds()
-def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind, request):
+def test_float32_uses_tensor_cores_without_bank_conflicts(kind, request):
     if kind != "gfx942" and [int(part) for part in version("triton").split(".")[:2]] >= [3, 8]:
-        reason = "Triton 3.8 takes the leading bits of the operands through shared memory once more, with conflicts"
+        reason = "Triton 3.8 moves the leading bits of the operands through shared memory again, with conflicts"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     (does,) = launches(kind, *DESIGNED)[EXACT]["launches"]
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
@@ -296,7 +296,7 @@ def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind, requ
     assert resident(kernel, chip) >= {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 6}[kind]
     assert kernel["loop"]["plain"] == 0
     assert kernel["loop"]["ways"] == 1
-    # A tile of 32 x 32 x 64 has 3,072 loads of a warp's 128 bytes shared out among two warps, and indices.
+    # A tile of 32 x 32 x 64 has 3,072 loads of 128 bytes, divided among two warps, and indices.
     assert kernel["loop"]["wavefronts"] <= 110
     wanted = "v_mfma_f32_32x32x2_f32" if kind == "gfx942" else "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
     assert wanted in kernel["products"]
@@ -305,10 +305,10 @@ def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind, requ
 @with_triton
 @kinds("sm80", "gfx942")
 @pytest.mark.parametrize("name", SHARED)
-def test_two_rows_save_loads_of_their_inputs(kind, name):
+def test_pairs_of_rows_share_loads_of_inputs(kind, name):
     (does,) = launches(kind, *DESIGNED)[name]["launches"]
     assert does["saved"] >= 0.13
-    # Bytes of x and of the values that the programs load, by tiles of 256 tokens of 16 bits.
+    # Bytes of x and of the values that programs load, with tiles of 256 tokens in 16 bits.
     values = does["macs"] / 8192
     assert does["cache"] <= 2 * (0.87 * 8192 / 32 + 8192 / 256) * values
 
@@ -316,9 +316,9 @@ def test_two_rows_save_loads_of_their_inputs(kind, name):
 @with_triton
 @pytest.mark.parametrize("dtype", FALLING)
 @kinds()
-def test_fewer_blocks_take_no_longer(kind, dtype, request):
+def test_fewer_blocks_are_no_slower(kind, dtype, request):
     if (kind, dtype) == ("gfx942", "bf16"):
-        reason = "a row is cut at density 0.03 where none is at 0.05, and a second launch sums up its parts"
+        reason = "rows are split at density 0.03 but not at 0.05, and a second launch sums the splits"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     rows = launches(kind, *DESIGNED)
     for chip in (chip for chip in CHIPS.values() if chip.kind == kind):
@@ -329,7 +329,7 @@ def test_fewer_blocks_take_no_longer(kind, dtype, request):
 @with_triton
 @kinds()
 @pytest.mark.parametrize("row", [*CONVOLUTIONS, "recurrent"])
-def test_convolutions_and_recurrences_leave_room_for_several_programs(kind, row):
+def test_convolutions_and_recurrences_have_several_resident_programs(kind, row):
     found = launches(kind, *DESIGNED)[RECURRENT if row == "recurrent" else CONVOLUTIONS[row]]["launches"]
     kernels = [does["kernel"] for does in found if does.get("kernel", {"name": "sum"})["name"] in OTHERS]
     assert len(kernels) == (3 if row == "recurrent" else 1)
@@ -342,16 +342,16 @@ def test_convolutions_and_recurrences_leave_room_for_several_programs(kind, row)
 
 @with_triton
 @pytest.mark.parametrize("kind", ["sm90"])
-def test_a_layer_of_any_shape_is_predicted(kind):
+def test_layers_of_any_shape_are_predicted(kind):
     spec = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
     found = launches(kind, model.layer_name(spec))
     assert list(found) == ["forward", "dgrad", "wgrad", "step"]
     parts = [together(found[pass_]["launches"], H100).seconds for pass_ in ("forward", "dgrad", "wgrad")]
     assert together(found["step"]["launches"], H100).seconds == pytest.approx(sum(parts))
-    # 6 rows of 32 blocks, a quarter of them there, and 6 x 16 outputs of 512 inputs.
+    # 6 rows of 32 blocks, a quarter of which is stored: 96 outputs of 512 inputs.
     (forward,) = found["forward"]["launches"]
     assert forward["memory"] == 2 * (48 * 16**2 + 4096 * (96 + 512))
-    # Few blocks leave most of the GPU idle: tokens are shared out among programs, whose sums PyTorch adds and rounds.
+    # With few blocks, tokens are split among programs to fill the GPU, and PyTorch adds and rounds their sums.
     product, *passes = found["wgrad"]["launches"]
     assert "kernel" in product
     assert [sorted(each) for each in passes] == [["memory"], ["memory"]]
@@ -363,17 +363,17 @@ def test_a_layer_of_any_shape_is_predicted(kind):
 
 
 @with_triton
-def test_a_convolution_has_few_instructions_for_its_addresses():
+def test_convolution_has_few_instructions_for_addresses():
     (does,) = launches("sm90", *DESIGNED)[CONVOLUTIONS["forward"]]["launches"]
     kernel = does["kernel"]
-    # A group of four warps does 64 x 32 x 16 in one instruction.
+    # Four warps multiply 64 x 32 x 16 in one instruction.
     products = does["macs"] / does["steps"] / (64 * 32 * 16) / (kernel["warps"] / 4)
     assert kernel["loop"]["instructions"] <= 60 * products / 4
 
 
 @with_triton
-def test_steps_of_a_large_lstm_and_a_gated_mlp_take_about_what_their_parts_took():
-    # By docs/results/gpu.md, on an H100: of the whole steps the sums of the kernels' times.
+def test_large_lstm_and_gated_mlp_match_their_measured_parts():
+    # Times on an H100 from docs/results/gpu.md; whole steps are sums of the kernels' times.
     rows = launches("sm90", *DESIGNED)
     for name, ours, peers in ((RECURRENT, 17e-3, 8.14e-3), (RECURRENT_WIDE, 17e-3, 187.8e-3), (GATED, 19e-6, 133e-6)):
         assert together(rows[name]["launches"], H100).seconds == pytest.approx(ours, rel=0.15)

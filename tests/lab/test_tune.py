@@ -1,4 +1,4 @@
-"""Tuning without a GPU: the tiles tried, that the best is found on a fake clock, and its use afterwards."""
+"""Tuning without a GPU: the tiles that are tried, the search with a fake clock, and the use of its result."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def cost_of_lanes(tile: Tile) -> float:
-    """Least at 32 lanes, 4 warps."""
+    """Return a cost that is least at 32 lanes and 4 warps."""
     return 1 + abs(tile.block_k - 32) / 16 + abs(tile.warps - 4) / 4
 
 
 @dataclass
 class Timed:
-    """Stands for a GPU: products run where they can, and take the time that their tile costs."""
+    """Replaces a GPU: products run on the CPU and take the time that their tile costs."""
 
     monkeypatch: pytest.MonkeyPatch
     cost: Callable[[Tile], float]
@@ -73,7 +73,7 @@ class Timed:
         return self.seconds[call]
 
 
-# -- what is tried ---------------------------------------------------------------------------------------------
+# -- tiles that are tried-----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", GPUS)
@@ -94,7 +94,7 @@ def test_neighbours_are_valid_and_distinct(kind, pass_):
                     assert tiles.fit(tile, work, gpu) == tile
 
 
-def test_pairs_are_tried_where_there_are_rows_to_pair():
+def test_pairs_are_tried_only_for_rows():
     forward = Work("forward", torch.bfloat16, (32, 32), 8192, 0.5)
     wgrad = replace(forward, pass_="wgrad")
     gpu = GPUS["sm90"]
@@ -122,7 +122,7 @@ def test_search_finds_a_planted_optimum():
     assert len(set(tried)) == len(tried)
 
 
-def test_search_ends_in_time_and_wants_more_than_noise():
+def test_search_stops_in_time_and_ignores_noise():
     start, other = Tile(16, 16, 16, 4, 2), Tile(16, 16, 32, 4, 2)
     assert search([start, other], lambda tile: [], lambda tile, best: 0.5, lambda: False) == start
     assert search([start, other], lambda tile: [], lambda tile, best: 0.995, lambda: True) == start
@@ -139,7 +139,7 @@ def test_search_ends_in_time_and_wants_more_than_noise():
         ({"hidden": 100}, "a multiple of the block size 16"),
     ],
 )
-def test_bad_cases_are_refused(changed, message):
+def test_bad_cases_raise(changed, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         tune.cases(**changed)
 
@@ -149,7 +149,7 @@ def test_bad_cases_are_refused(changed, message):
 
 @interpreted
 @pytest.mark.parametrize("pass_", tiles.PASSES)
-def test_what_is_tuned_is_written_and_then_chosen(folder, monkeypatch, pass_):
+def test_tuned_tiles_are_written_and_used(folder, monkeypatch, pass_):
     timed = Timed(monkeypatch, cost_of_lanes)
     tuner = Tuner(timed.device)
     assert not list(folder.iterdir())  # nothing before a case is finished
@@ -167,12 +167,12 @@ def test_what_is_tuned_is_written_and_then_chosen(folder, monkeypatch, pass_):
 
 
 @interpreted
-def test_runs_add_to_what_is_there_and_start_from_it(folder, monkeypatch):
+def test_runs_add_to_the_file_and_start_from_it(folder, monkeypatch):
     timed = Timed(monkeypatch, cost_of_lanes)
     (first,) = Tuner(timed.device).run([Case(TINY)], seconds=600)
     tuner = Tuner(timed.device)
     cases = [Case(replace(TINY, density=0.25)), Case(TINY, tf32=True)]
-    results = tuner.run(cases, seconds=0)  # time for what comes first alone
+    results = tuner.run(cases, seconds=0)  # only the first tile is timed
     second = next(results)
     assert second.tile == second.rule
     assert second.tried == 0
@@ -185,11 +185,11 @@ def test_runs_add_to_what_is_there_and_start_from_it(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tune, "neighbours", lambda *_: [])
         (again,) = tuner.run([Case(replace(TINY, density=0.75))], seconds=600)
-    assert again.tile == first.tile  # of the nearest density
+    assert again.tile == first.tile  # the tile of the nearest density
 
 
 @interpreted
-def test_tiles_that_fail_are_left_out(monkeypatch):
+def test_failing_tiles_are_skipped(monkeypatch):
     def cost(tile: Tile) -> float:
         return 1 / tile.block_k
 
@@ -210,7 +210,7 @@ def test_tiles_that_fail_are_left_out(monkeypatch):
 
 
 @interpreted
-def test_wrong_results_of_the_rule_end_it(monkeypatch):
+def test_wrong_results_of_the_rule_raise(monkeypatch):
     from blocksparse.ops.linear import triton
 
     tuner = Tuner(Timed(monkeypatch, cost_of_lanes).device)
@@ -222,7 +222,7 @@ def test_wrong_results_of_the_rule_end_it(monkeypatch):
 
 
 @interpreted
-def test_a_file_that_is_not_ours_is_left_alone(folder):
+def test_other_files_are_not_overwritten(folder):
     path = folder / f"{tiles.slug(tiles.INTERPRETED.name)}.json"
     path.write_text('{"tiles": "mine"}')
     with pytest.raises(
@@ -240,7 +240,7 @@ def run(*arguments: str):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so():
+def test_command_without_a_gpu_raises():
     result = run()
     assert result.exit_code == 1
     assert result.stderr == "error: device: expected a GPU that PyTorch sees, got none\n"
@@ -249,14 +249,14 @@ def test_without_a_gpu_the_command_says_so():
 @pytest.mark.parametrize(
     ("option", "value"), [("--blocks", "16,x"), ("--tokens", ""), ("--minutes", "0"), ("--passes", "train")]
 )
-def test_the_command_refuses_what_makes_no_sense(option, value):
+def test_command_refuses_bad_options(option, value):
     result = run(option, value)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {option[2:]}: expected ")
 
 
 @interpreted
-def test_the_command_shows_the_rule_against_what_was_found(folder, monkeypatch):
+def test_command_compares_the_rule_with_the_result(folder, monkeypatch):
     timed = Timed(monkeypatch, cost_of_lanes)
     monkeypatch.setattr(tune.Tuner.__init__, "__defaults__", (timed.device, None, 0))
     out = folder / "elsewhere"
