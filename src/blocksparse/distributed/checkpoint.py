@@ -25,7 +25,7 @@ from ..surgery.sharding import local_of
 from ..surgery.weight_handle import handle_of
 from .fsdp import sharded_like
 from .group import all_gather, on_all, reraise_comm_errors
-from .sharded_weight import part_of
+from .sharded_weight import layout_of_part
 from .state import DistributedState, LocalChunk, shard_range
 from .storage import AtomicWriter, ChunkSavePlanner, RowRequest, StoredCheckpoint
 
@@ -277,7 +277,7 @@ class _Loading:
             except BlockSparseError as error:
                 raise self._error(f"a layout of {grid} blocks for {label}", error) from error
             order = np.arange(whole.nnz)
-        layout, local = part_of(module, whole)
+        layout, local = layout_of_part(module, whole)
         self.layouts[name] = whole
         if layout != module.layout:
             if self.state.is_ddp and layout.nnz != module.layout.nnz:

@@ -59,7 +59,7 @@ class ShardedWeight(WeightHandle):
         if part is None:
             return mine
         rows, cols = part.global_indices(mine)
-        keys = gather_pieces(torch.from_numpy(rows * part.grid[1] + cols).to(self.local.device), part.group)
+        keys = all_gather_ragged(torch.from_numpy(rows * part.grid[1] + cols).to(self.local.device), part.group)
         rows, cols = np.divmod(keys.sort().values.cpu().numpy(), part.grid[1])
         return BlockLayout.from_indices(rows, cols, part.grid, mine.block_shape)
 
@@ -68,12 +68,12 @@ class ShardedWeight(WeightHandle):
         return self._local_positions_in(self.layout)
 
     def _local_positions_in(self, layout: BlockLayout) -> np.ndarray:
-        positions = places_of_part(self.module, layout)
-        return positions[self._shard.slice(positions.size)] if self._shard else positions
+        positions = positions_of_part(self.module, layout)
+        return positions[self._shard.local_slice(positions.size)] if self._shard else positions
 
     @property
     def part_positions(self) -> np.ndarray:
-        return places_of_part(self.module, self.layout)
+        return positions_of_part(self.module, self.layout)
 
     @property
     def is_whole(self) -> bool:
@@ -101,11 +101,11 @@ class ShardedWeight(WeightHandle):
         return None if out.all() and in_.all() else (out, in_)
 
     def gather(self, per_block: Tensor) -> Tensor:
-        every = per_block.new_zeros(self.layout.nnz)
-        every[torch.from_numpy(self.local_positions).to(every.device)] = per_block
+        gathered = per_block.new_zeros(self.layout.nnz)
+        gathered[torch.from_numpy(self.local_positions).to(gathered.device)] = per_block
         for group in self._groups:
-            dist.all_reduce(every, group=group)
-        return every
+            dist.all_reduce(gathered, group=group)
+        return gathered
 
     def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         part = self.module.part
@@ -114,7 +114,7 @@ class ShardedWeight(WeightHandle):
         lines = list(np.divmod(keys, self.module.layout.grid[1]))
         lines[part.axis] = part.lines[lines[part.axis]]
         places, values = (
-            gather_pieces(torch.from_numpy(each).to(self.local.device), part.group).cpu().numpy()
+            all_gather_ragged(torch.from_numpy(each).to(self.local.device), part.group).cpu().numpy()
             for each in (lines[0] * part.grid[1] + lines[1], scores)
         )
         order = places.argsort(kind="stable")
@@ -154,18 +154,18 @@ class ShardedWeight(WeightHandle):
             local = np.zeros(layout.nnz, dtype=bool)
             local[self._local_positions_in(layout)] = True
             new = new(np.flatnonzero(local[(source < 0).numpy()]))
-        mine, after = part_of(self.module, layout)
+        mine, after = layout_of_part(self.module, layout)
         if self.module.part is not None:
             source = source[after]
             stays = source >= 0
             source[stays] = torch.from_numpy(np.searchsorted(self.part_positions, source[stays].numpy()))
-        move: Callable[[Tensor], Tensor] = partial(remap_blocks, source=source)
+        remap: Callable[[Tensor], Tensor] = partial(remap_blocks, source=source)
         grown = source < 0
         if self._shard is not None:
-            move = self._shard.moves(source.numpy(), self.parameter.shape[0])
-            grown = grown[self._shard.slice(mine.nnz)]
-        values = self._move_values(move, grown, new)
-        self._carry_state(optimizer, move, grown, values, survivors, mine.nnz)
+            remap = self._shard.remapping(source.numpy(), self.parameter.shape[0])
+            grown = grown[self._shard.local_slice(mine.nnz)]
+        values = self._move_values(remap, grown, new)
+        self._carry_state(optimizer, remap, grown, values, survivors, mine.nnz)
         if self._shard is None:
             self.module.change_layout(mine, values)
         else:
@@ -178,7 +178,7 @@ class ShardedWeight(WeightHandle):
         new = source[torch.from_numpy(self.local_positions).to(source.device)] < 0
         if self._shard is None:
             return remap_blocks(per_block, source, self.local[new])
-        moved = self._shard.moves(source.cpu().numpy(), per_block.shape[0])(per_block.to_local())  # type: ignore[attr-defined]
+        moved = self._shard.remapping(source.cpu().numpy(), per_block.shape[0])(per_block.to_local())  # type: ignore[attr-defined]
         moved[new] = self.local[new]
         return self._shard_state(per_block, moved, source.numel())
 
@@ -193,8 +193,8 @@ class ShardedWeight(WeightHandle):
         return state
 
 
-def places_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
-    """Return the positions of the blocks of a module's part in a layout of the whole weight, int64, rising."""
+def positions_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
+    """Return the positions of the blocks of a module's part in a layout of the whole weight, int64, ascending."""
     part = module.part
     if part is None:
         return np.arange(whole.nnz)
@@ -203,19 +203,27 @@ def places_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
     return np.flatnonzero(has_line[whole.row_of_block if part.axis == 0 else whole.col_of_block])
 
 
-def part_of(module: BlockSparseModule, whole: BlockLayout) -> tuple[BlockLayout, np.ndarray]:
+def layout_of_part(module: BlockSparseModule, whole: BlockLayout) -> tuple[BlockLayout, np.ndarray]:
     """Return the layout of a module's part, given that of the whole weight, and the positions of its blocks there."""
-    part, places = module.part, places_of_part(module, whole)
+    part, positions = module.part, positions_of_part(module, whole)
     if part is None:
-        return whole, places
-    lines = [whole.row_of_block[places], whole.col_of_block[places]]
+        return whole, positions
+    lines = [whole.row_of_block[positions], whole.col_of_block[positions]]
     lines[part.axis] = np.searchsorted(part.lines, lines[part.axis])
-    return BlockLayout.from_indices(lines[0], lines[1], module._layout.grid, whole.block_shape), places
+    return BlockLayout.from_indices(lines[0], lines[1], module._layout.grid, whole.block_shape), positions
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The contiguous piece of blocks that FSDP2 gives a process; all pieces have the same size except the last ones."""
+    """This process's place among those over which FSDP2 shards the rows of a tensor.
+
+    Each process has a contiguous range; all ranges have the same size except the last ones.
+
+    Args:
+        group: the processes.
+        rank: this process's rank in the group.
+        count: the number of processes.
+    """
 
     group: Any
     rank: int
@@ -223,66 +231,78 @@ class Shard:
 
     @classmethod
     def of(cls, values: Any) -> Shard:
+        """Return the place of this process for a DTensor, which must be sharded by rows along one axis of its mesh."""
         mesh, placements = values.device_mesh, values.placements
         axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
         if len(axes) != 1 or not placements[axes[0]].is_shard(0):
             raise BlockSparseError.expected("values", "blocks sharded along one axis of the mesh, Shard(0)", placements)
         return cls(mesh.get_group(axes[0]), mesh.get_local_rank(axes[0]), mesh.size(axes[0]))
 
-    def bounds(self, nnz: int) -> np.ndarray:
-        """Return the first position of each process's piece, and the end."""
-        return np.minimum(np.arange(self.count + 1) * -(-nnz // self.count), nnz)
+    def bounds(self, rows: int) -> np.ndarray:
+        """Return the first row of each process's range, and the end, `[count + 1]`."""
+        return np.minimum(np.arange(self.count + 1) * -(-rows // self.count), rows)
 
-    def slice(self, nnz: int) -> slice:
-        """Return the positions of this process's piece."""
-        first, last = self.bounds(nnz)[self.rank : self.rank + 2]
-        return slice(int(first), int(last))
+    def local_slice(self, rows: int) -> slice:
+        """Return the range of this process."""
+        first, end = self.bounds(rows)[self.rank : self.rank + 2]
+        return slice(int(first), int(end))
 
-    def moves(self, source: np.ndarray, before: int) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps this process's piece of `before` rows to its piece in another layout.
+    def remapping(self, source: np.ndarray, rows_before: int) -> Callable[[Tensor], Tensor]:
+        """Return a function that maps this process's rows of a tensor to its rows after a change of the layout.
 
-        New blocks get 0. Only rows that change their process are sent.
+        New rows get 0. Only rows whose process changes are sent.
+
+        Args:
+            source: for each row after the change, the row before it, ascending; -1 for new rows.
+            rows_before: the number of rows before the change.
         """
-        old, new = self.bounds(before), self.bounds(source.size)
+        old, new = self.bounds(rows_before), self.bounds(source.size)
         after = np.flatnonzero(source >= 0)
-        was = source[after]  # rising as well
-        from_, to = (np.searchsorted(ends, at, side="right") - 1 for ends, at in ((old, was), (new, after)))
-        here, there = was[from_ == self.rank] - old[self.rank], after[to == self.rank] - new[self.rank]
+        before = source[after]
+        owner_before = np.searchsorted(old, before, side="right") - 1
+        owner_after = np.searchsorted(new, after, side="right") - 1
+        taken = before[owner_before == self.rank] - old[self.rank]
+        filled = after[owner_after == self.rank] - new[self.rank]
 
-        def move(local: Tensor) -> Tensor:
-            moved = local.new_zeros(int(new[self.rank + 1] - new[self.rank]), *local.shape[1:])
-            moved[torch.from_numpy(there).to(local.device)] = move_rows(
-                local[torch.from_numpy(here).to(local.device)], from_, to, self
-            )
-            return moved
+        def remap(local: Tensor) -> Tensor:
+            remapped = local.new_zeros(int(new[self.rank + 1] - new[self.rank]), *local.shape[1:])
+            rows = local[torch.from_numpy(taken).to(local.device)]
+            filled_rows = torch.from_numpy(filled).to(local.device)
+            remapped[filled_rows] = redistribute_rows(rows, owner_before, owner_after, self)
+            return remapped
 
-        return move
+        return remap
 
 
-def move_rows(rows: Tensor, from_: np.ndarray, to: np.ndarray, shard: Shard) -> Tensor:
-    """Send rows that change their process, and return the rows that this process then has.
+def redistribute_rows(rows: Tensor, owner_before: np.ndarray, owner_after: np.ndarray, shard: Shard) -> Tensor:
+    """Send each row whose owner changes to its new owner; return the rows that this process then has, in order.
 
     Args:
-        rows: the rows on this process.
-        from_, to: for each row of all processes, the process that has it and the one that gets it.
+        rows: the rows of this process, in the order of all rows.
+        owner_before, owner_after: for each row of all processes, the rank that has it before and after.
         shard: this process's place in the group.
     """
-    if (from_ == to).all():
+    if (owner_before == owner_after).all():
         return rows
-    has, gets = from_ == shard.rank, to == shard.rank
+    has, gets = owner_before == shard.rank, owner_after == shard.rank
     leaves, arrives, stays = has & ~gets, gets & ~has, has & gets
-    moved = rows.new_empty(int(gets.sum()), *rows.shape[1:])
+    result = rows.new_empty(int(gets.sum()), *rows.shape[1:])
     index = partial(torch.as_tensor, device=rows.device)
-    moved[index(stays[gets])] = rows[index(stays[has])]
-    order = np.flatnonzero(leaves[has])[to[leaves].argsort(kind="stable")]
-    sent, received = (np.bincount(each, minlength=shard.count).tolist() for each in (to[leaves], from_[arrives]))
-    slots = np.flatnonzero(arrives[gets])[from_[arrives].argsort(kind="stable")]
-    moved[index(slots)] = exchange_rows(rows[index(order)], sent, received, shard.group)
-    return moved
+    result[index(stays[gets])] = rows[index(stays[has])]
+    order = np.flatnonzero(leaves[has])[owner_after[leaves].argsort(kind="stable")]
+    sent, received = (
+        np.bincount(ranks, minlength=shard.count).tolist() for ranks in (owner_after[leaves], owner_before[arrives])
+    )
+    slots = np.flatnonzero(arrives[gets])[owner_before[arrives].argsort(kind="stable")]
+    result[index(slots)] = all_to_all_rows(rows[index(order)], sent, received, shard.group)
+    return result
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Send the first `sent[0]` rows to the first process of a group, and so on; return the arriving rows in order."""
+def all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0 of a group, the next `sent[1]` to rank 1, and so on.
+
+    Return the rows that arrive, ordered by rank: `received[k]` from rank k.
+    """
     arriving = rows.new_empty(sum(received), *rows.shape[1:])
     # gloo does not support all dtypes, so rows are sent as bytes.
     size = rows[:0].element_size() * rows.shape[1:].numel()
@@ -291,14 +311,14 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any
     return arriving
 
 
-def gather_pieces(piece: Tensor, group: Any) -> Tensor:
+def all_gather_ragged(vector: Tensor, group: Any) -> Tensor:
     """Concatenate vectors of different lengths from all processes of a group."""
     count = dist.get_world_size(group)
-    lengths = [torch.empty(1, dtype=torch.int64, device=piece.device) for _ in range(count)]
-    dist.all_gather(lengths, torch.tensor([piece.numel()], device=piece.device), group=group)
+    lengths = [torch.empty(1, dtype=torch.int64, device=vector.device) for _ in range(count)]
+    dist.all_gather(lengths, torch.tensor([vector.numel()], device=vector.device), group=group)
     sizes = [int(length) for length in lengths]
-    padded = piece.new_zeros(max(sizes))
-    padded[: piece.numel()] = piece
-    pieces = [torch.empty_like(padded) for _ in range(count)]
-    dist.all_gather(pieces, padded, group=group)
-    return torch.cat([each[:size] for each, size in zip(pieces, sizes, strict=True)])
+    padded = vector.new_zeros(max(sizes))
+    padded[: vector.numel()] = vector
+    gathered = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])

@@ -19,7 +19,7 @@ from ..files import path_of
 from ..surgery.weight_handle import handle_of
 from .checkpoint import INDICES
 from .group import MASTER, all_gather, is_single_process, on_all, receive, send
-from .sharded_weight import places_of_part
+from .sharded_weight import positions_of_part
 from .state import DistributedState, LocalChunk
 from .storage import PIECE_BYTES
 
@@ -62,7 +62,7 @@ def _chunk(name: str, state: DistributedState, layouts: Mapping[str, Any]) -> Lo
         return LocalChunk.from_tensor(name, getattr(layouts[layer], last)())
     if layer in layouts and last == "values":
         layout = layouts[layer]
-        return LocalChunk.from_rows(tensor, places_of_part(state.layers[layer], layout), layout.nnz)
+        return LocalChunk.from_rows(tensor, positions_of_part(state.layers[layer], layout), layout.nnz)
     if (sharding := state.shardings.get(name)) is not None:
         return LocalChunk.from_rows(tensor, sharding.local_indices, sharding.size)
     return LocalChunk.from_tensor(name, tensor)
