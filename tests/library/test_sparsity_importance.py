@@ -173,10 +173,10 @@ def layer(in_features=4, out_features=4, block_size=1, rows=None):
     ("first", "second", "message"),
     [
         (nn.Linear(4, 4), layer(), "first: expected a bs.nn.Linear, got Linear"),
-        (layer(), layer(8), "second: expected one with 4 inputs"),
-        (layer(), layer(block_size=2), "second: expected blocks as wide as those of the first are high, 1, got"),
-        (layer(rows=[]), layer(), "layers: expected some connections that are left"),
-        (layer(rows=[]), layer(rows=[]), "layers: expected some connections that are left"),
+        (layer(), layer(8), "second: expected a layer with 4 inputs"),
+        (layer(), layer(block_size=2), "second: expected blocks of 1 columns, the rows of the first"),
+        (layer(rows=[]), layer(), "compact: no connections of .* would stay"),
+        (layer(rows=[]), layer(rows=[]), "compact: no connections of .* would stay"),
     ],
 )
 def test_compact_refuses(first, second, message):

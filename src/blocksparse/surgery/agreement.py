@@ -1,4 +1,4 @@
-"""Whether the processes of a group have the same layouts: one all-gather of a few digests."""
+"""Checks that the processes of a group have the same layouts, by one all-gather of a few digests."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..nn.tensor_parallel_part import TensorParallelPart
 
-# Seconds that the other processes have to report after a failure.
+# How many seconds other processes have to report after a failure.
 ROLL_CALL = 2.0
 _calls = itertools.count()
 
 
 def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None) -> None:
-    """Raises a BlockSparseError on every process, with ranks and layers, unless all have the same layouts.
+    """Raise a BlockSparseError on every process, naming ranks and layers, unless all have the same layouts.
 
     Call it on all processes of the group once the model is wrapped, by DistributedDataParallel or `fully_shard` say.
-    The methods of `blocksparse.sparsity` and the styles of tensor parallelism call it themselves. Of weights that are
-    cut by tensor parallelism those processes are compared that have the same part. With one process, or without
-    torch.distributed, there is nothing to compare.
+    The methods of `blocksparse.sparsity` and the styles of tensor parallelism call it themselves. Processes with
+    different parts of a tensor-parallel weight are not compared. Without torch.distributed, or with one process, there
+    is nothing to compare.
 
     Args:
-        model: any module, or some by name.
-        group: the processes, a `torch.distributed.ProcessGroup`; by default all. For stages of a pipeline, whose
-            layers differ, those with the same stage.
+        model: any module, or a dict of modules by name.
+        group: a `torch.distributed.ProcessGroup` (default: all processes). For pipeline stages, whose layers differ,
+            the processes of the same stage.
 
     Raises:
-        BlockSparseError: layouts, or block-sparse layers, that differ; a process that does not come within the timeout
-            of the group.
+        BlockSparseError: layouts or block-sparse layers that differ, or a process that does not call this within the
+            group's timeout.
 
     >>> import blocksparse as bs
     >>> from blocksparse.distributed import check_layouts
@@ -62,7 +62,7 @@ def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None)
 
 @contextmanager
 def agreed(group: Any = None, what: str = "layouts") -> Iterator[dict[str, Fact]]:
-    """Facts for the block to fill in: all processes raise an error unless they have the same, and none has failed."""
+    """Yield a dict to fill in; then raise on all processes unless all filled in the same and none has failed."""
     facts: dict[str, Fact] = {}
     failed = None
     try:
@@ -79,12 +79,12 @@ def is_one_of_several(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-# Of which part of a weight, 0 for all of it, and what there is.
 Fact = tuple[int, int]
+"""The part of a weight (0 for all of it) and the digest of its layout."""
 
 
 def fact_of(module: BlockSparseModule) -> Fact:
-    """What has to be equal on processes with the same part of this weight."""
+    """Return what must be equal on processes with the same part of this weight."""
     part: TensorParallelPart | None = module.part
     key = 0 if part is None else digest(part.grid, part.axis, part.lines.tobytes())
     return key, digest_of(module.layout)
@@ -99,7 +99,7 @@ def digest_of(layout: BlockLayout) -> int:
 
 
 def digest(*facts: object) -> int:
-    """63 bits that are equal for equal facts: numbers of tensors, bytes, or what has a `repr`."""
+    """Return 63 bits that are equal for equal facts: tensors, bytes, or objects with a `repr`."""
     hashed = hashlib.sha256()
     for fact in facts:
         if isinstance(fact, Tensor):
@@ -110,9 +110,13 @@ def digest(*facts: object) -> int:
 
 
 def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = None, what: str = "layouts") -> None:
-    """Raises a BlockSparseError on every process unless all have the same facts by name, and none has a problem.
+    """Raise a BlockSparseError on every process unless facts agree and no process has a problem.
 
-    A fact is a key and a digest, which is to be equal where the key is; `what` they are is for the message.
+    Args:
+        facts: a key and a digest by name; processes with the same key must have the same digest.
+        group: the processes (default all).
+        problem: an error of this process, or None.
+        what: the noun for the facts in the message.
     """
     whole = [(name, fact) for name, fact in facts.items() if fact[0] == 0]
     cut = [(name, fact) for name, fact in facts.items() if fact[0] != 0]
@@ -125,26 +129,26 @@ def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = No
         )
         if not some_differ and not any(row[4] for row in rows):
             return
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (dict(facts), problem), group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (dict(facts), problem), group)
     except (RuntimeError, ValueError) as error:
         raise BlockSparseError.expected(
             missing(group), "an answer in time", f"none: dead, late, or out of reach ({str(error).splitlines()[0]})"
         ) from error
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    problems = {rank: text for rank, (_, text) in zip(ranks, found, strict=True) if text is not None}
+    problems = {rank: text for rank, (_, text) in zip(ranks, gathered, strict=True) if text is not None}
     if problems:
         same = sorted(set(problems.values()))
         if len(problems) == len(ranks) and len(same) == 1:
             raise BlockSparseError(same[0])
         raise BlockSparseError("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
     raise BlockSparseError.expected(
-        "block-sparse layers", f"the same {what} on all ranks", _differences(ranks, [facts for facts, _ in found])
+        "block-sparse layers", f"the same {what} on all ranks", _differences(ranks, [facts for facts, _ in gathered])
     )
 
 
 def _differences(ranks: Sequence[int], facts: Sequence[Mapping[str, Fact]]) -> str:
-    """Which ranks differ in which layers from most others."""
+    """List the ranks that differ from most others, and in which layers."""
     by_name: defaultdict[tuple[str, int], list[tuple[int, int | None]]] = defaultdict(list)
     for name in dict.fromkeys(name for each in facts for name in each):
         for rank, each in zip(ranks, facts, strict=True):
@@ -156,11 +160,11 @@ def _differences(ranks: Sequence[int], facts: Sequence[Mapping[str, Fact]]) -> s
         others = tuple(rank for rank, digest in having if digest != usual)
         if others:
             layers[others].append(name or "the model itself")
-    told = []
+    lines = []
     for others, names in layers.items():
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        told.append(f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} with another one of {listed}")
-    return "; ".join(told)
+        lines.append(f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} with another one of {listed}")
+    return "; ".join(lines)
 
 
 def _all_gather(mine: Tensor, group: Any) -> list[list[int]]:
@@ -171,16 +175,16 @@ def _all_gather(mine: Tensor, group: Any) -> list[list[int]]:
 
 
 def device_of(group: Any = None) -> torch.device:
-    """Where tensors have to be that the group exchanges: the CPU if it can."""
+    """Return the device on which the group exchanges tensors: the CPU if it can."""
     name = str(dist.get_backend_config(group))
     return torch.device("cpu" if "cpu" in name or "gloo" in name else torch.accelerator.current_accelerator() or "cpu")
 
 
 def missing(group: Any = None) -> str:
-    """Names the ranks that do not report after a failure, which every process that runs comes to ask."""
+    """Name the ranks that do not report after a failure; every running process calls this."""
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
-        store = dist.distributed_c10d._get_default_store()  # there is no public way to it
+        store = dist.distributed_c10d._get_default_store()  # it has no public name
         base = f"blocksparse/agree/{next(_calls)}"
         store.set(f"{base}/{rank}", "")
         deadline = time.monotonic() + ROLL_CALL
@@ -188,6 +192,6 @@ def missing(group: Any = None) -> str:
             if time.monotonic() > deadline:
                 return f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             time.sleep(0.05)
-    except (AttributeError, RuntimeError):  # the process that keeps the store is gone
+    except (AttributeError, RuntimeError):  # the process of the store is gone
         pass
     return "the other ranks"

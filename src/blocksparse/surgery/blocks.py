@@ -1,4 +1,4 @@
-"""How a dense weight falls into blocks: padding, its numbers by block, numbers per block spread over it."""
+"""The division of a dense weight into blocks: padding, views by block, reductions per block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Pair = tuple[int, int]
 
 
 class Blocks:
-    """The blocks of a parameter of a dense module; the parameter itself is not kept.
+    """The blocks of a dense parameter; the parameter itself is not stored.
 
     Args:
-        shape: of the parameter, `[out, in, *kernel]`.
+        shape: the parameter's shape, `[out, in, *kernel]`.
         block_shape: (rows, columns).
-        parts: how many weights it is, one above the other: four for an LSTM's gates. Each is padded by itself.
+        parts: the number of weights in it, one above the other, such as the 4 gates of an LSTM (default 1). Each is
+            padded by itself.
         transposed: whether the parameter is `[in, out, *kernel]`.
-        stacked: whether it is `[parts, out, in]`.
-        multiple: what the rows of a part and the columns are padded to, `block_shape` by default.
+        multiple: the rows of a part and the columns are padded to multiples of it (default `block_shape`).
+        stacked: whether the parameter is `[parts, out, in]`.
     """
 
     def __init__(
@@ -45,22 +46,22 @@ class Blocks:
         self.block_shape, self.parts = block_shape, parts
         rows, columns = multiple or block_shape
         self.shape = _up(out // parts, rows) * parts, _up(in_, columns)
-        """(out, in) of the layouts, whole blocks."""
+        """(out, in) of the layouts, padded to whole blocks."""
         self.grid = self.shape[0] // block_shape[0], self.shape[1] // block_shape[1]
         self.taps = prod(shape[2:])
         self.size = block_shape[0] * block_shape[1] * self.taps
-        """Numbers that each stored block has, padding included."""
+        """The number of parameters in a block, padding included."""
         self.inside = (1, 3, *range(4, 4 + self._axes))
-        """The axes of `fold` that are within a block."""
+        """The axes of `fold` that are inside a block."""
 
     def place_of_line(self, axis: int) -> np.ndarray:
-        """Where each row (axis 0) or column (1) of the weight is once it is padded, int64, rising."""
+        """Return the positions of the weight's rows (axis 0) or columns (axis 1) after padding, int64, rising."""
         count, parts = self.size_of_matrix[axis], self.parts if axis == 0 else 1
         part, within = np.divmod(np.arange(count), count // parts)
         return part * (self.shape[axis] // parts) + within
 
     def block_of_line(self, axis: int) -> np.ndarray:
-        """The row (axis 0) or column (1) of blocks of each row or column of the weight, int64, rising."""
+        """Return the row (axis 0) or column (axis 1) of blocks that each row or column of the weight is in, int64."""
         return self.place_of_line(axis) // self.block_shape[axis]
 
     @property
@@ -68,27 +69,27 @@ class Blocks:
         return self.shape != self.size_of_matrix
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as `[out, in, *kernel]`: a view, which can be written to."""
+        """Return a tensor of the parameter's shape as `[out, in, *kernel]`, a writable view."""
         if self._stacked and tensor.dim() == 3:  # not `[out, in]` already
             return tensor.flatten(0, 1)
         return tensor.transpose(0, 1) if self.transposed else tensor
 
     def padded(self, tensor: Tensor) -> Tensor:
-        """The same with zeros up to whole blocks, behind each part; differentiable."""
+        """Return `matrix(tensor)` padded with zeros to whole blocks, each part by itself; differentiable."""
         return pad(self.matrix(tensor), self.shape, self.parts)
 
     def fold(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as `[out_blocks, rows, in_blocks, columns, *kernel]`, padded with zeros."""
+        """Return a tensor of the parameter's shape, padded, as `[out_blocks, rows, in_blocks, columns, *kernel]`."""
         (out, in_), (height, width) = self.grid, self.block_shape
         matrix = self.padded(tensor)
         return matrix.reshape(out, height, in_, width, *matrix.shape[2:])
 
     def sums(self, tensor: Tensor) -> Tensor:
-        """The sum over each block of a tensor of the parameter's shape, `[out_blocks, in_blocks]`."""
+        """Return the sum over each block of a tensor of the parameter's shape, `[out_blocks, in_blocks]`."""
         return self.fold(tensor).sum(self.inside)
 
     def spread(self, per_block: Tensor) -> Tensor:
-        """`[out_blocks, in_blocks]` as a tensor that broadcasts to the parameter: each number in all of its block."""
+        """Expand numbers per block, `[out_blocks, in_blocks]`, to a tensor that broadcasts to the parameter."""
         (out, in_), (height, width) = self.grid, self.block_shape
         full = per_block[:, None, :, None].expand(out, height, in_, width)
         full = full.reshape(self.parts, out * height // self.parts, in_ * width)
@@ -98,14 +99,14 @@ class Blocks:
 
 
 def pad(tensor: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
-    """The tensor with zeros behind each of its parts, so that its first axes have this shape."""
+    """Pad each part of a tensor with zeros at the end, so that its first axes get this shape."""
     if tuple(tensor.shape[: len(shape)]) == shape:
         return tensor
     split = tensor.unflatten(0, (parts, -1))
     target = (shape[0] // parts, *shape[1:])
-    more = [(0, size - here) for size, here in zip(target, split.shape[1:], strict=False)]
-    behind = [(0, 0)] * (tensor.dim() - len(shape))
-    return F.pad(split, [n for pair in reversed(more + behind) for n in pair]).flatten(0, 1)
+    added = [(0, size - old) for size, old in zip(target, split.shape[1:], strict=False)]
+    added += [(0, 0)] * (tensor.dim() - len(shape))
+    return F.pad(split, [n for pair in reversed(added) for n in pair]).flatten(0, 1)
 
 
 def reduce_blocks(blocks: Blocks, dense: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What users put on a layer or a parameter: it goes along when another takes the place of these."""
+"""Moves what users added to a module or parameter, such as hooks and attributes, to its replacement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import BlockSparseError
 from ..nn.multi_weight import MultiWeightModule
 from .sharding import is_dtensor
 
-# The attribute in which a module has why weights were left dense, by the parameter's name, for the report.
+# The attribute of a module with the reasons why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"
 
 TREES = "_parameters", "_buffers", "_modules"
@@ -25,39 +25,38 @@ OF_MODULE = frozenset(vars(nn.Module()))
 
 
 def own_forward(module: nn.Module) -> str | None:
-    """Why no other module can take the place of this one, which computes something else than its class; or None."""
+    """Return why a module computes something else than its class, so that it cannot be replaced; or None."""
     mine = vars(module)
-    if isinstance(module, torch.jit.ScriptModule):  # whose methods are all its own
+    if isinstance(module, torch.jit.ScriptModule):  # all of its methods are its own
         return None
     if "_hf_hook" in mine and "forward" in mine:
         return (
             "accelerate has hooked it: accelerate.hooks.remove_hook_from_module before, add_hook_to_module afterwards"
         )
     if "forward" in mine:
-        return "its forward was set on the instance: `del module.forward` before (a forward hook would go along)"
+        return "its forward was set on the instance: call `del module.forward` first, or use a forward hook"
     if mine.get("_compiled_call_impl") is not None:
         return "its own compile() was called: compile it afterwards"
     return None
 
 
 def users_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that neither torch.nn.Module nor the module's class has set."""
+    """Return the attributes that neither torch.nn.Module nor the module's class has set."""
     own = OF_MODULE | own_names(type(module)) | {REASONS}
     return {key: value for key, value in vars(module).items() if key not in own}
 
 
 def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
-    """Returns the new module, in the mode of the old one and with the hooks and all else that a user put on that one.
-
-    That is attributes, buffers, parameters and modules that are not the class's own.
+    """Return the new module with the mode and hooks of the old one, and everything that users added to it.
 
     Args:
-        old: is left as it is. Hooks that are removed from it later are removed from the new one, too.
-        new: which takes its place.
-        name: of the module in the model, for the error.
+        old: the replaced module, which is left as it is. Hooks that are removed from it later are removed from the new
+            one, too.
+        new: its replacement.
+        name: the module's name in the model, for the error.
 
     Raises:
-        BlockSparseError: an attribute with a name that the new module's class uses for something else.
+        BlockSparseError: a user's attribute whose name the new module's class uses for something else.
     """
     new.training = old.training
     for key in OF_MODULE:
@@ -82,8 +81,10 @@ def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
 
 def _check_free(old: nn.Module, new: nn.Module, key: str, name: str) -> None:
     if _is_taken(new, key) or (hasattr(type(new), key) and not hasattr(type(old), key)):
-        expected = f"another name, as {type(new).__name__} has this one itself (rename it, or skip the layer)"
-        raise BlockSparseError.expected(f"{name}.{key}".lstrip("."), expected, f"it on a {type(old).__name__}")
+        raise BlockSparseError(
+            f"{f'{name}.{key}'.lstrip('.')} on a {type(old).__name__}: {type(new).__name__} uses this name itself. "
+            "Rename the attribute, or skip the layer."
+        )
 
 
 def _is_taken(module: nn.Module, key: str) -> bool:
@@ -91,15 +92,15 @@ def _is_taken(module: nn.Module, key: str) -> bool:
 
 
 def _has_several_weights(module: nn.Module) -> bool:
-    """Whether its class names parameters by numbers of layers, or has others in their places, with the same names."""
+    """Check whether parameters of the module may be named after layers, or replaced under the same names."""
     return isinstance(module, nn.RNNBase | MultiWeightModule)
 
 
 def _own_names(kind: Any) -> frozenset[str]:
-    """The names of attributes that the methods of a module's class, and of its bases, assign to instances."""
+    """Return the names that the methods of a module's class and its bases assign to instances."""
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        if base.__module__.partition(".")[0] == "blocksparse":  # which sets some from outside
+        if base.__module__.partition(".")[0] == "blocksparse":  # our code also sets some from outside
             names |= vars(base).keys() | set(vars(base).get("_state_names", ())) | {"bias"}
         for function in functions_of(base):
             names |= {each.argval for each in get_instructions(function) if each.opname == "STORE_ATTR"}
@@ -110,7 +111,7 @@ own_names: Callable[[Any], frozenset[str]] = cache(_own_names)
 
 
 def functions_of(kind: type) -> Iterator[Any]:
-    """The functions that a class defines itself, those of its properties too."""
+    """Yield the functions that a class defines itself, those of its properties too."""
     for value in vars(kind).values():
         parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
         for part in parts:
@@ -120,7 +121,7 @@ def functions_of(kind: type) -> Iterator[Any]:
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Has hooks that PyTorch calls with the module that they were registered at get the one in its place."""
+    """Make hooks that PyTorch calls with their module get the replacement instead."""
     hooks: Any = new._load_state_dict_pre_hooks.values()
     for hook in hooks:
         if getattr(hook, "with_module", False) and hook.module() is old:
@@ -132,54 +133,56 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Hooks:
-    """Hooks of a parameter's gradient, which get it in the shape that they were written for.
+    """A gradient hook of a replacement that calls the old parameter's hooks with the gradient in the old shape.
 
     Args:
-        hooks: as the parameter has them: those that are removed later are not called any more.
-        take: makes of a tensor of the parameter's shape that of the one in its place: moves numbers, and drops some.
-        shape: of the parameter.
+        hooks: the old parameter's own dict, so that removed hooks are not called any more.
+        convert: maps a tensor of the old shape to the new shape; it moves and drops elements.
+        shape: the old shape.
     """
 
     hooks: Mapping[int, Callable[[Tensor], Tensor | None]]
-    take: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor], Tensor]
     shape: torch.Size
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         if not self.hooks:
             return None
-        seen = self._taken_back(grad)
+        seen = self._in_old_shape(grad)
         for hook in tuple(self.hooks.values()):
             changed = hook(seen)
             seen = seen if changed is None else changed
-        return self.take(seen)
+        return self.convert(seen)
 
-    def _taken_back(self, grad: Tensor) -> Tensor:
+    def _in_old_shape(self, grad: Tensor) -> Tensor:
         numbers = torch.arange(1, self.shape.numel() + 1, dtype=torch.float64, device=grad.device)
-        place = self.take(numbers.view(self.shape)).long()  # 0 is padding
+        place = self.convert(numbers.view(self.shape)).long()  # 0 is padding
         back = grad.new_zeros(self.shape.numel() + 1)
         back[place.flatten()] = grad.flatten()
         return back[1:].view(self.shape)
 
 
-def carry_parameter(old: Any, new: Any, take: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the new parameter, with the attributes and hooks of the one whose place it takes.
+def carry_parameter(old: Any, new: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return the new parameter with the attributes and hooks of the old one.
 
     Args:
-        old, new: the two.
-        take: makes of a tensor of the old one's shape that of the new one. Hooks of the gradient get it in the old
-            shape; those that are called once it is accumulated get the new parameter.
+        old, new: the parameters.
+        convert: maps a tensor of the old shape to the new shape. Gradient hooks get the gradient in the old shape;
+            hooks after accumulation get the new parameter.
     """
     vars(new).update(vars(old))
     if old._post_accumulate_grad_hooks:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     if old._backward_hooks:
         trained = new.requires_grad
-        same = is_dtensor(old)  # hooks get the shard, whichever it is
+        same = is_dtensor(old)  # hooks get the shard in its own shape
         hooks = old._backward_hooks
-        new.requires_grad_().register_hook(_Hooks(hooks, _same if same else take, new.shape if same else old.shape))
+        new.requires_grad_().register_hook(
+            _Hooks(hooks, _identity if same else convert, new.shape if same else old.shape)
+        )
         new.requires_grad_(trained)
     return new
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

@@ -1,4 +1,4 @@
-"""Makes layers smaller: removes neurons without incoming connections."""
+"""Removes neurons without incoming connections from layers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def compact(
     activation: Callable[[Tensor], Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """Removes the outputs of a layer that have no incoming connections from it and from the next one, in place.
+    """Remove the outputs of a layer without incoming connections from it and from the next layer, in place.
 
-    Such a neuron is a constant, activation(bias); what it adds to the next layer goes into the bias of that one, so
-    that the network computes the same but for rounding (and dropout between the two, which no longer drops that
-    constant). Where the next layer has no bias, neurons with connections to it stay unless their constant is 0. With
-    blocks of several rows a row of blocks goes as a whole. The optimizer's state follows.
+    Such a neuron is a constant, activation(bias). Its contribution to the next layer is added to that layer's bias, so
+    the network computes the same up to rounding (and up to dropout between the layers). If the next layer has no bias,
+    neurons that are connected to it stay unless their constant is 0. A row of blocks of several rows is removed only as
+    a whole. The optimizer's state follows.
 
     Args:
         first, second: linear layers; the outputs of the first are the inputs of the second.
-        activation: elementwise, between the two, besides the one that `first` may have itself.
-        optimizer: the one that trains them, or None.
+        activation: the elementwise function between them, besides the activation of `first` itself.
+        optimizer: the optimizer that trains them, or None.
 
     Returns:
-        int64, the outputs of `first` that are left, by their old numbers.
+        int64, the old indices of the outputs of `first` that stay.
 
     Raises:
-        BlockSparseError: layers that do not fit, blocks as high in the first as they are not wide in the second, an
-            optimizer without a parameter, or layers of which nothing would be left. Nothing is changed then.
+        BlockSparseError: layers that do not fit; block heights of the first that differ from block widths of the
+            second; an optimizer without a parameter; layers of which nothing would stay. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> first = bs.nn.Linear(8, 3, layout=bs.BlockLayout([[1] * 8, [0] * 8, [1] * 8], block_size=1))
@@ -56,22 +56,22 @@ def compact(
     _check(first, second, optimizer)
     height, out = first.layout.block_shape[0], first.out_features
     constant = _constants(first, activation)
-    gone = np.diff(first.layout.row_start) == 0
+    removed = np.diff(first.layout.row_start) == 0
     if second.bias is None:
-        leads_on = np.bincount(second.layout.col_of_block, minlength=gone.size) > 0
-        gone &= ~(leads_on & (constant != 0).view(-1, height).any(1).cpu().numpy())
-    if gone.all() or gone[second.layout.col_of_block].all():
-        raise BlockSparseError.expected("layers", "some connections that are left", f"none of {first} and {second}")
-    kept = np.flatnonzero((~gone).repeat(height)[:out])
-    if kept.size == out:
-        return torch.from_numpy(kept)
+        has_outputs = np.bincount(second.layout.col_of_block, minlength=removed.size) > 0
+        removed &= ~(has_outputs & (constant != 0).view(-1, height).any(1).cpu().numpy())
+    if removed.all() or removed[second.layout.col_of_block].all():
+        raise BlockSparseError(f"compact: no connections of {first} and {second} would stay")
+    stays = np.flatnonzero((~removed).repeat(height)[:out])
+    if stays.size == out:
+        return torch.from_numpy(stays)
     if second.bias is not None:
-        constant = constant * torch.from_numpy(gone.repeat(height)).to(constant)
+        constant = constant * torch.from_numpy(removed.repeat(height)).to(constant)
         moved = ops.linear(constant.to(second.values.dtype), second.values.detach(), second.layout)
         second.bias.add_(moved[: second.out_features])
-    _shrink_outputs(first, gone, torch.from_numpy(kept), optimizer)
-    _shrink_inputs(second, gone, kept.size, optimizer)
-    return torch.from_numpy(kept)
+    _shrink_outputs(first, removed, torch.from_numpy(stays), optimizer)
+    _shrink_inputs(second, removed, stays.size, optimizer)
+    return torch.from_numpy(stays)
 
 
 def _check(first: Linear, second: Linear, optimizer: torch.optim.Optimizer | None) -> None:
@@ -82,38 +82,38 @@ def _check(first: Linear, second: Linear, optimizer: torch.optim.Optimizer | Non
     if first.bias is not None:
         check_optimizer(optimizer, first.bias, "first.bias")
     if second.in_features != first.out_features:
-        raise BlockSparseError.expected("second", f"one with {first.out_features} inputs", second)
+        raise BlockSparseError.expected("second", f"a layer with {first.out_features} inputs", second)
     if second.layout.block_shape[1] != first.layout.block_shape[0]:
-        expected = f"blocks as wide as those of the first are high, {first.layout.block_shape[0]}"
+        expected = f"blocks of {first.layout.block_shape[0]} columns, the rows of the first layer's blocks"
         raise BlockSparseError.expected("second", expected, second.layout.block_shape)
 
 
 def _constants(first: Linear, activation: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What outputs are whose inputs are all absent, `[out_features, padded]`; the padding is 0."""
+    """Return the outputs for absent inputs, `[out_features, padded]`; the padding is 0."""
     bias = first.bias if first.bias is not None else first.values.new_zeros(first.out_features)
     constant = ACTIVATIONS[first.activation](bias) if first.activation else bias
     constant = constant if activation is None else activation(constant)
     return F.pad(constant, (0, first.layout.shape[0] - first.out_features))
 
 
-def _shrink_outputs(layer: Linear, gone: np.ndarray, kept: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+def _shrink_outputs(layer: Linear, removed: np.ndarray, stays: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     layout, bias = layer.layout, layer.bias
-    rows = (np.cumsum(~gone) - 1)[layout.row_of_block]
-    grid = (int(np.count_nonzero(~gone)), layout.grid[1])
+    rows = (np.cumsum(~removed) - 1)[layout.row_of_block]
+    grid = (int(np.count_nonzero(~removed)), layout.grid[1])
     smaller = BlockLayout.from_indices(rows, layout.col_of_block, grid, layout.block_shape)
-    layer.out_features = kept.numel()
+    layer.out_features = stays.numel()
     if bias is not None:
-        source = kept.to(bias.device)
+        source = stays.to(bias.device)
         carry_state(optimizer, bias, source)
         replace_data(bias, bias.detach()[source])
     layer.change_layout(smaller, layer.values.detach())
 
 
-def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
+def _shrink_inputs(layer: Linear, removed: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
     layout, values = layer.layout, layer.values
-    stay = np.flatnonzero(~gone[layout.col_of_block])
-    cols = (np.cumsum(~gone) - 1)[layout.col_of_block[stay]]
-    grid = (layout.grid[0], int(np.count_nonzero(~gone)))
+    stay = np.flatnonzero(~removed[layout.col_of_block])
+    cols = (np.cumsum(~removed) - 1)[layout.col_of_block[stay]]
+    grid = (layout.grid[0], int(np.count_nonzero(~removed)))
     smaller = BlockLayout.from_indices(layout.row_of_block[stay], cols, grid, layout.block_shape)
     source = torch.from_numpy(stay).to(values.device)
     carry_state(optimizer, values, source)

@@ -1,4 +1,4 @@
-"""Changes a pattern in place: values, gradient and the optimizer's state follow each connection."""
+"""Changes the layout of a weight in place; values and optimizer state follow their blocks."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def rewire(
     new: NewValues | None = None,
     on_layout_change: OnLayoutChange | None = None,
 ) -> Tensor:
-    """Drops some blocks of a module's weight and grows others.
+    """Drop some blocks of a module's weight and grow others.
 
-    The parameter stays the same object, so that optimizers continue with it. The state that they keep for each weight
-    follows: blocks that stay keep theirs. For new blocks momentum and first moments start at 0, second moments and sums
-    of squares at their mean over the blocks that stay, as a count of steps is one for the whole parameter: from 0, Adam
-    would correct them too little, and move new blocks by several learning rates. The gradient is cleared.
+    The parameter stays the same object, so optimizers continue with it, and the state of blocks that stay follows them.
+    For new blocks momentum and first moments start at 0. Second moments and sums of squares start at their mean over
+    the blocks that stay: the count of steps is one for the whole parameter, so from 0, Adam would correct them too
+    little and move new blocks by several learning rates. The gradient is cleared.
 
     Args:
-        module: any block-sparse module: a layer, or one of the weights of a recurrent one.
-        drop: ints, the positions in `values` of the blocks that go.
-        rows, cols: ints, the place of each new block in the grid; places that are dropped in the same call too.
-        optimizer: one that trains `module.values`, or a wrapper of it. Others that have stepped on it are found.
-        new: the values of the new blocks, `[len(rows), *values.shape[1:]]`; zeros by default. Or a function that
-            returns those of some, given the positions of these, int64, among the new blocks in sorted order.
-        on_layout_change: called with the module and the returned source, to take along what else is kept for each
-            weight, such as a running mean: `mean = remap_blocks(mean, source)`.
+        module: any block-sparse module: a layer, or one of the weights of a recurrent layer.
+        drop: ints, the positions in `values` of the blocks to drop.
+        rows, cols: ints, the grid position of each new block; positions dropped in the same call are free.
+        optimizer: an optimizer of `module.values`, or a wrapper of it. Others that have stepped on it are found.
+        new: the values of the new blocks, `[len(rows), *values.shape[1:]]` (default zeros). Or a function that returns
+            some of them, given their int64 positions among the new blocks in sorted order.
+        on_layout_change: a function called with the module and the returned source, to move other data per weight, such
+            as a running mean: `mean = remap_blocks(mean, source)`.
 
     Returns:
-        int64 `[new nnz]` on the values' device: where each block was before, -1 for the new ones.
+        int64 `[new nnz]` on the values' device: the old position of each block, -1 for new blocks.
 
     Raises:
-        BlockSparseError: no block-sparse module, an optimizer that does not have its parameter or keeps what cannot
-            follow (LBFGS), positions or places out of range, given twice, or taken. Nothing is changed then.
+        BlockSparseError: a module that is not block-sparse; an optimizer without its parameter, or whose state cannot
+            follow (LBFGS); positions that are out of range, repeated, or taken. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 0, 1]], block_size=1))
@@ -59,23 +59,23 @@ def rewire(
     >>> layer.layout.mask().int().tolist(), layer.values[1].item()
     ([[1, 0, 0], [1, 0, 1]], 0.0)
     """
-    stored = handle_of(module)
-    values = stored.parameter
+    handle = handle_of(module)
+    values = handle.parameter
     check_optimizer(optimizer, values, "module.values")
-    layout, source = stored.layout.replaced(drop, rows, cols)
+    layout, source = handle.layout.replaced(drop, rows, cols)
     if isinstance(new, Tensor):
         if list(new.shape) != [len(rows), *values.shape[1:]]:
             raise BlockSparseError.expected("new", [len(rows), *values.shape[1:]], list(new.shape))
-        # Blocks are kept sorted by row, then by column.
+        # Blocks are sorted by row, then by column.
         rows, cols = (torch.as_tensor(lines, device="cpu").long() for lines in (rows, cols))
-        new = partial(_chosen, new.detach(), (rows * layout.grid[1] + cols).argsort())
-    stored.set_layout(layout, source, new, optimizer)
+        new = partial(_values_at, new.detach(), (rows * layout.grid[1] + cols).argsort())
+    handle.set_layout(layout, source, new, optimizer)
     source = source.to(values.device)
     if on_layout_change is not None:
-        on_layout_change(stored.module, source)
+        on_layout_change(handle.module, source)
     return source
 
 
-def _chosen(new: Tensor, order: Tensor, positions: np.ndarray) -> Tensor:
-    """Of the new blocks those at these positions, once they are in order."""
+def _values_at(new: Tensor, order: Tensor, positions: np.ndarray) -> Tensor:
+    """Return the values of the new blocks at these positions in sorted order."""
     return new[order[torch.from_numpy(positions)].to(new.device)]

@@ -63,7 +63,7 @@ def may_be_sharded(module: nn.Module) -> bool:
     """Check cheaply whether a module's own parameters may be sharded."""
     if any(is_dtensor(parameter) for parameter in module._parameters.values()):
         return True
-    # While FSDP2 has gathered a parameter, only a hook after loading tells that it is sharded.
+    # While FSDP2 has gathered a parameter, only a hook after loading shows that it is sharded.
     return "torch.distributed.fsdp" in sys.modules and bool(module._load_state_dict_post_hooks)
 
 
