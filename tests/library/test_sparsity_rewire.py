@@ -187,7 +187,7 @@ class Odd(torch.optim.SGD):
     ("change", "message"),
     [
         ({"module": nn.Linear(2, 2)}, "module: expected one with a block-sparse weight, got Linear"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected an optimizer with the param"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected an optimizer with "),
         ({"optimizer": "sgd"}, "optimizer: expected a torch.optim.Optimizer, got str"),
         ({"new": torch.ones(2, 1, 1)}, r"new: expected \[1, 1, 1\], got \[2, 1, 1\]"),
         ({"drop": [9]}, "drop: expected"),

@@ -61,7 +61,7 @@ def best_of_lines(rank: Tensor, lines: Lines) -> Tensor:
 def cover(rank: Tensor, lines: Lines, limit: int) -> Tensor:
     """Mark blocks with high ranks that cover all of these lines, with at most `limit` blocks if possible.
 
-    Takes the best block of each line. If these are too many, it takes a maximum matching of rows and columns and the
+    These are the best block of each line. If they are too many, they are a maximum matching of rows and columns and the
     best block of each line that is not matched. See `best_of_lines` for `rank` and `lines`.
     """
     best = best_of_lines(rank, lines)

@@ -38,14 +38,14 @@ def check_density(density: float, blocks: Mapping[str, Blocks], scope: str) -> N
         raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
     counts = {name: each.grid[0] * each.grid[1] for name, each in blocks.items()}
     if scope == "layer":
-        name, least = max(((name, 0.5 / count) for name, count in counts.items()), key=lambda pair: pair[1])
+        name, minimum = max(((name, 0.5 / count) for name, count in counts.items()), key=lambda pair: pair[1])
         reason = f"that leaves {name} one of its {counts[name]} blocks"
     else:
         total = sum(count * blocks[name].size for name, count in counts.items())
-        least, reason = sum(each.size for each in blocks.values()) / total, "that leaves each weight a block"
-    if density < least:
+        minimum, reason = sum(each.size for each in blocks.values()) / total, "that leaves each weight a block"
+    if density < minimum:
         got = f"{density:g} (or pass a smaller block_size, or skip small weights)"
-        raise BlockSparseError.expected("density", f"{least:.3g} or more, {reason}", got)
+        raise BlockSparseError.expected("density", f"{minimum:.3g} or more, {reason}", got)
 
 
 def block_norms(values: Tensor, norm: str = "l2") -> Tensor:

@@ -24,7 +24,7 @@ def steps_from(layout: BlockLayout, block: int) -> np.ndarray:
         block: index of the block in which activity starts.
 
     Raises:
-        BlockSparseError: a grid that is not square; no such block; scipy is missing
+        BlockSparseError: a grid that is not square; an index out of range; scipy is missing
             (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
@@ -87,22 +87,22 @@ def _longest_path(graph: Graph, sources: np.ndarray) -> int:
     """Return the most steps from a source to any other unit, including other units of its own node."""
     ends = graph.adjacency.T.tocsr()
     steps = np.empty(graph.weights.size, dtype=np.int64)
-    most = 0
+    longest = 0
     for source in sources:
         reached, lengths = search(graph.adjacency, int(source))
-        most = max(most, int(lengths[-1]))
+        longest = max(longest, int(lengths[-1]))
         if graph.weights[source] > 1:
             steps[reached] = lengths
             into = ends.indices[ends.indptr[source] : ends.indptr[source + 1]]
-            most = max(most, 1 if graph.loops[source] else 1 + int(steps[into].min()))
-    return most
+            longest = max(longest, 1 if graph.loops[source] else 1 + int(steps[into].min()))
+    return longest
 
 
 def _primitive_exponent(graph: Graph) -> int:
     """Return the least power of a primitive pattern that has no zero."""
     pattern = graph.with_loops.T.tocsr().astype(np.float32)
     nodes = graph.weights.size
-    most = 0
+    exponent = 0
     for first in range(0, nodes, CHUNK):
         columns = min(CHUNK, nodes - first)
         reached = np.zeros((nodes, columns), dtype=np.float32)
@@ -111,8 +111,8 @@ def _primitive_exponent(graph: Graph) -> int:
         while not reached.all() or steps == 0:
             reached = (pattern @ reached > 0).astype(np.float32)
             steps += 1
-        most = max(most, steps)
-    return most
+        exponent = max(exponent, steps)
+    return exponent
 
 
 def _check_strongly_connected(graph: Graph, layout: BlockLayout) -> None:

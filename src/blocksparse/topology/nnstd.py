@@ -138,10 +138,10 @@ def layers_of(net: Net) -> tuple[Layer, ...]:
     if isinstance(net, BlockLayout):
         return (Layer(net),)
     if isinstance(net, nn.Module):
-        found = tuple(_layer(module) for module in net.modules() if isinstance(module, BlockSparseModule))
-        if not found:
+        layers = tuple(_layer(module) for module in net.modules() if isinstance(module, BlockSparseModule))
+        if not layers:
             raise BlockSparseError.expected("net", "a model with block-sparse weights", type(net).__name__)
-        return found
+        return layers
     if not isinstance(net, Iterable) or isinstance(net, str):
         raise BlockSparseError.expected("net", "a layout, a model, or a list of its layers", type(net).__name__)
     layers = tuple(layer for each in net for layer in layers_of(each))
@@ -162,14 +162,14 @@ def _units(first: Sequence[Layer], second: Sequence[Layer], level: str) -> list[
     if len(first) != len(second):
         raise BlockSparseError.expected("nets", "the same number of layers", f"{len(first)} and {len(second)}")
     units = [0] * (len(first) + 1)
-    for i, (mine, other) in enumerate(zip(first, second, strict=True)):
-        if level == "block" and mine.layout.block_shape != other.layout.block_shape:
-            got = f"{mine.layout.block_shape} and {other.layout.block_shape} in layer {i}"
+    for i, (one, other) in enumerate(zip(first, second, strict=True)):
+        if level == "block" and one.layout.block_shape != other.layout.block_shape:
+            got = f"{one.layout.block_shape} and {other.layout.block_shape} in layer {i}"
             raise BlockSparseError.expected("nets", 'the same blocks for level "block"', got)
-        if _sizes(mine, level) != _sizes(other, level):
-            got = f"{_sizes(mine, level)} and {_sizes(other, level)} (out, in) in layer {i}"
+        if _sizes(one, level) != _sizes(other, level):
+            got = f"{_sizes(one, level)} and {_sizes(other, level)} (out, in) in layer {i}"
             raise BlockSparseError.expected("nets", "layers of the same sizes", got)
-        for layer in (mine, other):
+        for layer in (one, other):
             units[i + 1] = math.gcd(units[i + 1], _unit(layer, 0, level))
             units[i] = math.gcd(units[i], _unit(layer, 1, level))
     for i, (before, after) in enumerate(pairwise(first)):

@@ -156,14 +156,14 @@ def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
             counts = _add_padded(counts, np.bincount([within[source]], weights=[weights[source] - 1]).astype(np.int64))
         totals[nth], pairs[nth] = np.arange(counts.size) @ counts, counts.sum()
         at_length = _add_padded(at_length, counts * weights[source])
-    found = float(weights[sources] @ pairs)
-    mean = float(weights[sources] @ totals) / found if found else None
+    pair_count = float(weights[sources] @ pairs)
+    mean = float(weights[sources] @ totals) / pair_count if pair_count else None
     error = 0.0
     if mean is not None and sources.size < weights.size:
         # Standard error of a ratio, for a sample without repetition.
         deviation = weights[sources] * (totals - mean * pairs)
         unsampled = 1 - sources.size / weights.size
-        error = float(np.sqrt(unsampled * sources.size) * deviation.std(ddof=1) / found)
+        error = float(np.sqrt(unsampled * sources.size) * deviation.std(ddof=1) / pair_count)
     return PathLengths(
         mean=mean,
         standard_error=error,
@@ -205,15 +205,15 @@ def search(adjacency: Any, source: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _paths_if_connected(layout: BlockLayout, level: str, sources: int | None, seed: int) -> tuple[float, int]:
     """Return mean and longest shortest path; raise a BlockSparseError unless the graph is connected."""
-    found = path_lengths(layout, level, sources, seed)
-    if found.components > 1 or found.mean is None or found.diameter is None:
-        raise BlockSparseError.expected("layout", "a connected graph", f"{_describe_components(found)}: {layout!r}")
-    return found.mean, found.diameter
+    paths = path_lengths(layout, level, sources, seed)
+    if paths.components > 1 or paths.mean is None or paths.diameter is None:
+        raise BlockSparseError.expected("layout", "a connected graph", f"{_describe_components(paths)}: {layout!r}")
+    return paths.mean, paths.diameter
 
 
-def _describe_components(found: PathLengths) -> str:
-    within = "no two nodes connected" if found.mean is None else f"a mean path of {found.mean:.4g} within them"
-    return f"{found.components} components, {within}"
+def _describe_components(paths: PathLengths) -> str:
+    within = "no two nodes connected" if paths.mean is None else f"a mean path of {paths.mean:.4g} within them"
+    return f"{paths.components} components, {within}"
 
 
 def _add_padded(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -122,8 +122,8 @@ class Proposals(list[Proposal]):
         return self.table()
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return Proposals(found) if isinstance(index, slice) else found
+        item = super().__getitem__(index)
+        return Proposals(item) if isinstance(index, slice) else item
 
 
 def design(

@@ -106,21 +106,21 @@ def small_world_sigma(layout: BlockLayout, *, level: str = "block", references: 
     Source: Humphries, Gurney, Network "small-world-ness" (2008); random references that keep the degrees: Maslov,
     Sneppen, Specificity and stability in topology of protein networks (2002).
     """
-    found = small_world(layout, level=level, references=references, seed=seed).sigma
-    if found is None:
+    sigma = small_world(layout, level=level, references=references, seed=seed).sigma
+    if sigma is None:
         raise BlockSparseError.expected("layout", "a graph whose random references have triangles", repr(layout))
-    return found
+    return sigma
 
 
 def small_world_omega(layout: BlockLayout, *, level: str = "block", references: int = 5, seed: int = 0) -> float:
-    """Omega, L_random / L - C / C_lattice: near 0 for a small world, near -1 for a lattice, near 1 for a random graph.
+    """Return omega, L_random / L - C / C_lattice: near 0 for small worlds, -1 for lattices, 1 for random graphs.
 
     Args:
-        layout, level, references, seed: as for `small_world`. The lattice is the ring of as many edges, each node
-            tied to its nearest, rather than one of the same degrees.
+        layout, level, references, seed: see `small_world`. The lattice is the ring of nearest neighbors with the same
+            number of edges; it does not keep degrees.
 
     Raises:
-        BlockSparseError: as `small_world`, and a lattice without a triangle: fewer than two edges for each node.
+        BlockSparseError: as for `small_world`; a lattice without a triangle, from fewer than two edges per node.
 
     >>> import blocksparse as bs
     >>> ring = bs.patterns.watts_strogatz(256, block_size=1, neighbors=8, rewire=0)
@@ -130,10 +130,11 @@ def small_world_omega(layout: BlockLayout, *, level: str = "block", references: 
 
     Source: Telesford, Joyce, Hayasaka, Burdette, Laurienti, The ubiquity of small-world networks (2011).
     """
-    found = small_world(layout, level=level, references=references, seed=seed).omega
-    if found is None:
-        raise BlockSparseError.expected("layout", "a graph of as many edges as a lattice with triangles", repr(layout))
-    return found
+    omega = small_world(layout, level=level, references=references, seed=seed).omega
+    if omega is None:
+        expected = "a graph with enough edges for a lattice with triangles"
+        raise BlockSparseError.expected("layout", expected, repr(layout))
+    return omega
 
 
 def _edges(graph: Graph) -> np.ndarray:

@@ -98,19 +98,19 @@ class Passes:
 
     def run(self, model: nn.Module, name: str, record: Any) -> None:
         """Call `record` with the arguments of each call of a module; stop each batch after its last call."""
-        calls, left = self.reached[name].calls, 0
+        calls, remaining = self.reached[name].calls, 0
 
         def reaching() -> Iterator[Any]:
-            nonlocal left
-            for batch, left in zip(self.batches, calls, strict=False):
-                if left:
+            nonlocal remaining
+            for batch, remaining in zip(self.batches, calls, strict=False):
+                if remaining:
                     yield batch
 
         def observer(module: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal left
+            nonlocal remaining
             record(args)
-            left -= 1
-            if not left:
+            remaining -= 1
+            if not remaining:
                 raise SkipBatch
 
         observe(model, reaching(), [model.get_submodule(name)], observer)

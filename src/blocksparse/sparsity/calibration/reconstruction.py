@@ -138,14 +138,14 @@ def fit(
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
     """
-    mine, theirs = (_products(each, find_weights(each, layouts)) for each in (model, dense))
+    copied_products, dense_products = (_products(each, find_weights(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
-    passes = Passes(dense, batches, theirs, norms)
+    passes = Passes(dense, batches, dense_products, norms)
     fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})
     for name in progress(passes.reached, "layers fitted to the data:"):
         if name in norms:
             correct_statistics(name, model, dense, passes)
-        for product, other in zip(mine.get(name, ()), theirs.get(name, ()), strict=True):
+        for product, other in zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True):
             if not passes.reached[name].rows[product.name]:
                 continue  # called without rows, such as an expert that gets no token
             try:

@@ -48,9 +48,9 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
             semi_structured_refusal(weight.matrix()) if kind is nn.Linear else f"a {kind.__name__} is no linear layer"
         )
 
-    chosen, left = split_refused(model, skip, refusal)
+    chosen, unchanged = split_refused(model, skip, refusal)
     if not chosen:
-        reasons = ", ".join(f"{name}: {reason}" for name, reason in left.items()) or "no weight"
+        reasons = ", ".join(f"{name}: {reason}" for name, reason in unchanged.items()) or "no weight"
         raise BlockSparseError.expected("model", "a linear layer whose weight can be converted", reasons)
     compress: Any = torch.sparse.to_sparse_semi_structured
     try:
@@ -59,7 +59,7 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
         raise BlockSparseError.expected("model", "a device with PyTorch's 2:4 kernels", error) from error
     for weight, sparse in zip(chosen, converted, strict=True):
         weight.module.weight = nn.Parameter(sparse, requires_grad=False)
-    return left
+    return unchanged
 
 
 def semi_structured_refusal(weight: Tensor) -> str | None:

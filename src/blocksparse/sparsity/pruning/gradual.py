@@ -112,9 +112,9 @@ class GradualPruning(_MagnitudeSelection, MaskedPruner):
     def _prune(self) -> None:
         norms = {}
         for name in self._trained():
-            found = dense_norms(self.blocks[name], self.dense[name], self.norm)
+            all_norms = dense_norms(self.blocks[name], self.dense[name], self.norm)
             # -inf is below any norm: a removed block never replaces a block of zeros that is kept.
-            norms[name] = found.masked_fill(~self.keep[name].to(found.device), -torch.inf)
+            norms[name] = all_norms.masked_fill(~self.keep[name].to(all_norms.device), -torch.inf)
         self.keep |= self._select(norms, self.blocks)
 
 
@@ -177,10 +177,10 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         weights = {name: weight for _, name, weight in self._trained_weights()}
         norms = {}
         for name, weight in weights.items():
-            found = stored_norms(weight, self.norm)
+            norms_of_blocks = stored_norms(weight, self.norm)
             # -inf is below any norm: no absent block replaces a stored block of zeros.
-            grid = np.full(weight.layout.grid, -np.inf, dtype=found.dtype)
-            grid[weight.layout.row_of_block, weight.layout.col_of_block] = found
+            grid = np.full(weight.layout.grid, -np.inf, dtype=norms_of_blocks.dtype)
+            grid[weight.layout.row_of_block, weight.layout.col_of_block] = norms_of_blocks
             norms[name] = torch.from_numpy(grid)
         for name, keep in self._select(norms, weights).items():
             layout = weights[name].layout

@@ -100,8 +100,8 @@ class GroupLasso(DensePruner):
         for name in self._trained():
             dense = self.dense[name]
             norms = dense_norms(self.blocks[name], dense)
-            least = float(rates[id(dense)]) * self.strength * self.factors[name]
-            scale = (1 - least / norms).masked_fill(norms <= least, 0)
+            threshold = float(rates[id(dense)]) * self.strength * self.factors[name]
+            scale = (1 - threshold / norms).masked_fill(norms <= threshold, 0)
             dense.mul_(self.blocks[name].spread(scale.to(dense.dtype)))
         return True
 

@@ -66,8 +66,8 @@ class ConvolutionPass:
         weight = self.x.new_empty(1).expand(*shape, *self.kernel)  # only its shape counts
         only_weight = (False, True, False)
         backward = torch.ops.aten.convolution_backward
-        found = backward(grad, self.x, weight, None, *self.geometry, 1, only_weight)[1]
-        return found.transpose(0, 1) if self.transposed else found
+        gradient = backward(grad, self.x, weight, None, *self.geometry, 1, only_weight)[1]
+        return gradient.transpose(0, 1) if self.transposed else gradient
 
 
 BackwardPass = LinearPass | ConvolutionPass
@@ -235,9 +235,8 @@ def largest_norms(
             best_of_cols = _best_of_columns(places, grid, tie_break)
         free = np.ones(tile_norms.size, dtype=bool)
         free[taken[slice(*np.searchsorted(taken, [start, start + tile_norms.size]))] - start] = False
-        found = np.flatnonzero(free)
-        keys = np.concatenate([keys, start + found])
-        norms = np.concatenate([norms, tile_norms[found]])
+        keys = np.concatenate([keys, start + np.flatnonzero(free)])
+        norms = np.concatenate([norms, tile_norms[free]])
         if keys.size > count:
             best = mark_smallest(-norms, count, lambda at: tie_break(keys[at]))  # noqa: B023 (called at once)
             keys, norms = keys[best], norms[best]

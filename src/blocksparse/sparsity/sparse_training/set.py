@@ -102,8 +102,8 @@ class SET(DynamicSparsity):
             values_at = partial(
                 initial_values, weight, len(rows), self.init, torch.Generator().manual_seed(seed), lambda: (rows, cols)
             )
-        gone = np.flatnonzero(drop)
-        rewire(weight, gone, rows, cols, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
+        dropped = np.flatnonzero(drop)
+        rewire(weight, dropped, rows, cols, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
 
 
 def nearest_zero(

@@ -32,27 +32,27 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
         >>> method.step(), mean.module.layout == model.layout
         (True, True)
     """
-    mine, theirs = (
+    sparse_modules, copied_modules = (
         [module for module in each.modules() if isinstance(module, BlockSparseModule)] for each in (model, other)
     )
-    if not mine:
+    if not sparse_modules:
         raise BlockSparseError.expected("model", "one with block-sparse weights", type(model).__name__)
-    if [module.layout for module in mine] != [module.layout for module in theirs]:
+    if [module.layout for module in sparse_modules] != [module.layout for module in copied_modules]:
         expected = (
-            f"a copy of the model, with its {len(mine)} layouts: create it again, or load the model's state into it, "
-            "as in other.load_state_dict(model.state_dict()), before the layouts change"
+            f"a copy of the model, with its {len(sparse_modules)} layouts: create it again, or load the model's state "
+            "into it, as in other.load_state_dict(model.state_dict()), before the layouts change"
         )
-        raise BlockSparseError.expected("other", expected, [module.layout for module in theirs])
-    copies = dict(zip(mine, theirs, strict=True))
+        raise BlockSparseError.expected("other", expected, [module.layout for module in copied_modules])
+    copies = dict(zip(sparse_modules, copied_modules, strict=True))
 
     @torch.no_grad()
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-        mine, theirs = handle_of(module), handle_of(copies[module])
-        local = torch.from_numpy(mine.local_positions)
-        if not mine.is_split_like(theirs):
+        weight, copied = handle_of(module), handle_of(copies[module])
+        local = torch.from_numpy(weight.local_positions)
+        if not weight.is_split_like(copied):
             expected = "copies sharded as the model is (apply fully_shard to both in the same way)"
-            raise BlockSparseError.expected("other", expected, type(theirs.parameter).__name__)
-        new = mine.local[source[local.to(source.device)] < 0]
-        theirs.set_layout(mine.layout, source, new)
+            raise BlockSparseError.expected("other", expected, type(copied.parameter).__name__)
+        new = weight.local[source[local.to(source.device)] < 0]
+        copied.set_layout(weight.layout, source, new)
 
     return on_layout_change
