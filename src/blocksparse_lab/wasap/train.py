@@ -147,20 +147,21 @@ class _Run:
         self.rows = torch.arange(rank, n, workers)
 
     def train(self, resume: bool) -> None:
-        self.check_same()
+        """Run both phases, or what a checkpoint leaves of them."""
+        self.check_agreement()
         # After a failure torchrun starts all processes again; they should resume then.
         restarted = (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.path is not None and self.path.exists()
         )
         start = self.load_checkpoint() if (resume or restarted) and self.rank == group.MASTER else 0
         start = int(group.broadcast(torch.tensor(start)))
-        self.share()
+        self.broadcast_network()
         together = self.settings.together
         if start < together:
-            (self.synchronous if self.settings.synchronous else self.asynchronous)(start)
+            (self.train_synchronously if self.settings.synchronous else self.train_asynchronously)(start)
         if start < self.settings.epochs:
-            self.alone(max(start, together))
-            self.average()
+            self.train_alone(max(start, together))
+            self.average_networks()
 
     # -- data --------------------------------------------------------------------------------------------------
 
@@ -178,65 +179,69 @@ class _Run:
 
     # -- first phase -------------------------------------------------------------------------------------------
 
-    def asynchronous(self, start: int) -> None:
+    def train_asynchronously(self, start: int) -> None:
+        """Train the master's network with the gradients of all workers, from an epoch on."""
         steps = sum(-(-size // self.settings.batch) for size in self.shards)
         wire = self.flat.dtype if self.settings.wire is None else getattr(torch, self.settings.wire)
         if self.rank == group.MASTER:
             together = self.settings.together
-            self.lead(Master(self.flat, self.optimizer, self.method, start, together, steps, self.workers, wire))
+            self.train_as_master(
+                Master(self.flat, self.optimizer, self.method, start, together, steps, self.workers, wire)
+            )
         else:
             self.model.train()
             master = MasterConnection(self.flat, wire)
-            for rows in self.stream(start):
+            for rows in self.endless_batches(start):
                 if not master.push(len(rows), self.gradient(self.model, rows)):
                     break
-        self.share()
+        self.broadcast_network()
 
-    def lead(self, master: Master) -> None:
+    def train_as_master(self, master: Master) -> None:
         """Train on the master's own shard of the data, and answer the others between the steps."""
         evaluated = self.model if self.workers == 1 else copy.deepcopy(self.model)
         self.model.train()
-        rows = self.stream(master.epoch)
+        rows = self.endless_batches(master.epoch)
         while master.steps_left:
             batch = next(rows)
             loss = self.gradient(self.model, batch)
             master.step(len(batch), loss)
-            self.finish_epochs(master, evaluated)
+            self.evaluate_finished_epochs(master, evaluated)
             master.serve()
         master.dismiss()
-        self.finish_epochs(master, evaluated)
+        self.evaluate_finished_epochs(master, evaluated)
 
-    def finish_epochs(self, master: Master, model: nn.Module) -> None:
+    def evaluate_finished_epochs(self, master: Master, model: nn.Module) -> None:
         """Evaluate and save the networks of finished epochs, loaded into `model` if that is a copy."""
         while master.finished:
             done = master.finished.popleft()
             if model is not self.model:
                 flat = FlatModel(model)
                 flat.load(done.layouts, flat.split(done.values))
-            self.record(model, done, "asynchronous", master.serve)
+            self.evaluate_and_save(model, done, "asynchronous", master.serve)
             if model is self.model:
                 master.start = time.perf_counter()  # nothing was trained in the meantime
 
-    def stream(self, epoch: int) -> Iterator[Tensor]:
+    def endless_batches(self, epoch: int) -> Iterator[Tensor]:
         """Yield the worker's batches without end: a fast worker sees its shard more often."""
         while True:
             yield from self.batches(epoch)
             epoch += 1
 
-    def synchronous(self, start: int) -> None:
-        settings, group_of = self.settings, self.optimizer.param_groups[0]
+    def train_synchronously(self, start: int) -> None:
+        """Train one network in common steps, from an epoch on."""
+        settings, param_group = self.settings, self.optimizer.param_groups[0]
         steps = -(-max(self.shards) // settings.batch)
         for epoch in range(start, settings.together):
-            group_of["lr"] = warm_up(settings.learning_rate, self.workers, epoch)
-            clock, rows, loss = time.perf_counter(), self.batches(epoch), 0.0
+            param_group["lr"] = warm_up(settings.learning_rate, self.workers, epoch)
+            epoch_start, rows, loss = time.perf_counter(), self.batches(epoch), 0.0
             self.model.train()
             for step in range(steps):
                 batch = next(rows, self.rows[:0])
                 loss += self.synchronous_step(batch, step)
-            self.end_epoch(epoch, clock, loss, "synchronous")
+            self.end_epoch(epoch, epoch_start, loss, "synchronous")
             # All processes have taken the same steps, but their processors may round differently.
-            self.share()
-        group_of["lr"] = settings.learning_rate
+            self.broadcast_network()
+        param_group["lr"] = settings.learning_rate
 
     def synchronous_step(self, rows: Tensor, step: int) -> float:
         """Take a step with the mean gradient over all workers' samples; return the sum of this worker's losses."""
@@ -254,18 +259,20 @@ class _Run:
 
     # -- second phase ------------------------------------------------------------------------------------------
 
-    def alone(self, start: int) -> None:
+    def train_alone(self, start: int) -> None:
+        """Train and evolve this worker's own network, from an epoch on."""
         if self.rank != group.MASTER:
             self.method.seed = derived_seed(self.settings.seed, 0, self.rank)
         for epoch in range(start, self.settings.epochs):
-            clock, loss = time.perf_counter(), 0.0
+            epoch_start, loss = time.perf_counter(), 0.0
             self.model.train()
             for rows in self.batches(epoch):
                 loss += self.gradient(self.model, rows) * len(rows)
                 self.optimizer.step()
-            self.end_epoch(epoch, clock, loss, "alone")
+            self.end_epoch(epoch, epoch_start, loss, "alone")
 
-    def average(self) -> None:
+    def average_networks(self) -> None:
+        """Replace the networks of all workers by their average, pruned to the number of connections before."""
         values, topologies = gather(self.flat.values()), gather(self.flat.topology())
         if self.rank == group.MASTER:
             layouts = [self.flat.layouts_of(topology) for topology in topologies]
@@ -276,11 +283,11 @@ class _Run:
             epoch = Epoch(last.epoch, "average", last.loss, self.accuracy(self.model), last.samples_per_second)
             self.save(self.model, epoch.epoch, self.flat.momentum(self.optimizer), self.method.calls)
             self.report_epoch(epoch)
-        self.share()
+        self.broadcast_network()
 
     # -- agreement of the processes ---------------------------------------------------------------------------
 
-    def check_same(self) -> None:
+    def check_agreement(self) -> None:
         """Raise a BlockSparseError on all processes unless they have the same model, settings and data."""
         flat, settings = self.flat, asdict(self.settings)
         del settings["timeout"]
@@ -298,7 +305,7 @@ class _Run:
                 "processes", "the same model, settings and data in all", f"others in {ranks}"
             )
 
-    def share(self) -> None:
+    def broadcast_network(self) -> None:
         """Copy the master's network, momentum and count of evolutions to all processes."""
         if self.workers == 1:
             return
@@ -309,18 +316,20 @@ class _Run:
             self.flat.load(self.flat.layouts_of(topology), self.flat.split(values))
             self.flat.load_momentum(self.optimizer, momentum)
 
-    def end_epoch(self, epoch: int, clock: float, loss: float, phase: str) -> None:
+    def end_epoch(self, epoch: int, epoch_start: float, loss: float, phase: str) -> None:
         """Evolve and record, after an epoch in which all processes trained in step or each alone."""
         self.method.step()
         total, samples = group.all_reduce(torch.tensor([loss, len(self.rows)], dtype=torch.float64)).tolist()
         if self.rank == group.MASTER:
-            seconds, flat = time.perf_counter() - clock, self.flat
+            seconds, flat = time.perf_counter() - epoch_start, self.flat
             momentum, calls = flat.momentum(self.optimizer), self.method.calls
             mean = total / samples
             done = FinishedEpoch(epoch + 1, [], torch.empty(0), momentum, calls, mean, int(samples), seconds)
-            self.record(self.model, done, phase)
+            self.evaluate_and_save(self.model, done, phase)
 
-    def record(self, model: nn.Module, done: FinishedEpoch, phase: str, meanwhile: Callable[[], object] = bool) -> None:
+    def evaluate_and_save(
+        self, model: nn.Module, done: FinishedEpoch, phase: str, meanwhile: Callable[[], object] = bool
+    ) -> None:
         accuracy = self.accuracy(model, meanwhile)
         if phase != "alone" or self.workers == 1:
             self.save(model, done.epoch, done.momentum, done.calls)
@@ -347,6 +356,7 @@ class _Run:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
+        """Return the facts that a checkpoint must share with the run that resumes from it."""
         settings = asdict(self.settings)
         del settings["timeout"], settings["wire"]
         return {"kind": "wasap", "settings": settings}
