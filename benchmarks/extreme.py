@@ -179,15 +179,15 @@ def train(spec: ExtremeRun, run: str | Path, say: Say = lambda text: None) -> Ru
     task.methods["set"].step = phases.phase("evolve")(task.methods["set"].step)  # type: ignore[method-assign]
     losses: list[float] = []
     held_out: list[float] = []
-    said = time.monotonic()
+    last_line = time.monotonic()
     for step in trainer.steps(phases):
         losses.append(trainer.loss)
         at = f"step {step:,} of {task.steps:,}"
         if len(phases.seconds.get("evaluate", ())) > len(held_out):
             held_out.append(float(trainer.held_out))  # type: ignore[arg-type]
             say(f"{at}: {held_out[-1]:.1f} % of the held-out rows wrong")
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
+        if time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
             last = f"{duration(phases.seconds['train'][-1])} a step, {process_bytes('VmRSS') / 2**30:.2f} GiB"
             say(f"{at}: loss {losses[-1]:.3f}, {last}")
     quarter = max(1, len(losses) // 4)
@@ -212,8 +212,8 @@ def train(spec: ExtremeRun, run: str | Path, say: Say = lambda text: None) -> Ru
 def run_here(spec: str, out: str) -> None:
     """Run in the process of a run: write the result to a file and progress to the standard output."""
     with tempfile.TemporaryDirectory(dir=Path(out).parent) as run:
-        found = train(ExtremeRun(**json.loads(spec)), run, lambda text: print(text, flush=True))
-    Path(out).write_text(json.dumps(asdict(found)))
+        result = train(ExtremeRun(**json.loads(spec)), run, lambda text: print(text, flush=True))
+    Path(out).write_text(json.dumps(asdict(result)))
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------
@@ -250,18 +250,18 @@ def measure(spec: ExtremeRun, folder: Path, say: Say = lambda text: None, force:
 
 
 def _free_disk(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
-def lines(found: Sequence[RunResult]) -> dict[str, Line]:
+def lines(results: Sequence[RunResult]) -> dict[str, Line]:
     """Return the lines of peak memory in bytes and of seconds of a step against connections; none for fewer than three
     sizes.
     """
-    if _sizes(found) < 3:
+    if _sizes(results) < 3:
         return {}
-    x = [one.connections for one in found]
-    memory, seconds = [one.most for one in found], [one.seconds["train"] for one in found]
+    x = [one.connections for one in results]
+    memory, seconds = [one.most for one in results], [one.seconds["train"] for one in results]
     return {"memory": Line.of(x, memory), "step": Line.of(x, seconds)}
 
 
@@ -278,19 +278,19 @@ def read(path: Path) -> list[RunResult]:
         raise BlockSparseError.expected(str(path), "the report of extreme.py", f"{error!r:.99}") from None
 
 
-def _sizes(found: Sequence[RunResult]) -> int:
-    return len({one.run["neurons"] for one in found})
+def _sizes(results: Sequence[RunResult]) -> int:
+    return len({one.run["neurons"] for one in results})
 
 
-def write(path: Path, found: Sequence[RunResult]) -> None:
+def write(path: Path, results: Sequence[RunResult]) -> None:
     """Write the runs as JSON, tables in Markdown and, for several sizes, a picture."""
-    fits = lines(found)
+    fits = lines(results)
     content = {
         "what": "truly sparse MLPs of many neurons: memory and time",
         "lines": {name: asdict(line) for name, line in fits.items()},
-        "runs": [asdict(one) for one in found],
+        "runs": [asdict(one) for one in results],
     }
-    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _cells(found), text=0)]
+    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _cells(results), text=0)]
     if fits:
         memory, step = fits["memory"], fits["step"]
         rows = [
@@ -298,14 +298,14 @@ def write(path: Path, found: Sequence[RunResult]) -> None:
             ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
         ]
         parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
-    if _sizes(found) > 1:
+    if _sizes(results) > 1:
         parts.append(f"![Memory and time against connections]({path.stem}.png)")
     by_size: dict[str, list[dict[str, Any]]] = {}
-    for one in found:
+    for one in results:
         by_size.setdefault(f"{one.neurons:,} neurons", []).append(one.machine)
-    report.write(path, content, *parts, where(found[-1].machine) + commits(by_size))
-    if _sizes(found) > 1:
-        _draw(path.with_suffix(".png"), found, fits)
+    report.write(path, content, *parts, where(results[-1].machine) + commits(by_size))
+    if _sizes(results) > 1:
+        _draw(path.with_suffix(".png"), results, fits)
 
 
 CAPTION = (
@@ -348,17 +348,17 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _cells(found: Sequence[RunResult]) -> list[list[str]]:
-    return [[cell(one) for cell in COLUMNS.values()] for one in found]
+def _cells(results: Sequence[RunResult]) -> list[list[str]]:
+    return [[cell(one) for cell in COLUMNS.values()] for one in results]
 
 
-def _draw(path: Path, found: Sequence[RunResult], fits: Mapping[str, Line]) -> None:
+def _draw(path: Path, results: Sequence[RunResult], fits: Mapping[str, Line]) -> None:
     """Draw memory and the time of a step against connections, with their lines."""
     figure, axes = report.figure_and_axes((9.0, 4.0), columns=2)
-    x = [one.connections / 1e6 for one in found]
+    x = [one.connections / 1e6 for one in results]
     panels = (
-        ("memory", "GiB", "peak of the process", [one.most / 2**30 for one in found], 2**30),
-        ("step", "seconds", "a step of 4 rows", [one.seconds["train"] for one in found], 1),
+        ("memory", "GiB", "peak of the process", [one.most / 2**30 for one in results], 2**30),
+        ("step", "seconds", "a step of 4 rows", [one.seconds["train"] for one in results], 1),
     )
     for ax, (key, unit, title, y, scale) in zip(axes, panels, strict=True):
         ax.plot(x, y, "o", color=COLORS[0], ms=5)
@@ -369,7 +369,7 @@ def _draw(path: Path, found: Sequence[RunResult], fits: Mapping[str, Line]) -> N
             ax.plot(points, (line.slope * points * 1e6 + line.intercept) / scale, color=COLORS[1], lw=1.2, label=label)
             ax.legend(frameon=False)
         report.log_axes(ax, title, "million connections", unit)
-    report.save(figure, path, where(found[-1].machine))
+    report.save(figure, path, where(results[-1].machine))
 
 
 def main() -> None:
@@ -416,18 +416,19 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> int:
             f"{available_memory() / 2**30:.1f} GiB are available"
         )
         try:
-            found = measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
+            result = measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
         except BlockSparseError as error:
             console.print(f"  {error}", style="red", markup=False)
             status = 1
             continue
         console.print(
-            f"  {found.most / 2**30:.2f} GiB at the peak, {found.most / found.connections:.1f} bytes per connection, "
-            f"{found.seconds['train']:.2f} s a step, {found.seconds['epoch']:.0f} s an epoch, "
-            f"{found.held_out[-1]:.1f} % of the held-out rows wrong"
+            f"  {result.most / 2**30:.2f} GiB at the peak, "
+            f"{result.most / result.connections:.1f} bytes per connection, "
+            f"{result.seconds['train']:.2f} s a step, {result.seconds['epoch']:.0f} s an epoch, "
+            f"{result.held_out[-1]:.1f} % of the held-out rows wrong"
         )
         if not arguments.quick:
-            write(arguments.out, merged(arguments.out, found))
+            write(arguments.out, merged(arguments.out, result))
             console.print(f"  wrote {arguments.out}")
     return status
 

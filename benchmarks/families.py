@@ -98,13 +98,13 @@ def try_family(name: str) -> Row:
         model, inputs = FAMILIES[name]()
         made = type(model).__name__
         redraw(model)
-        found = compare(model.eval(), inputs)
+        result = compare(model.eval(), inputs)
     except ModuleNotFoundError as error:
         return Row(name, made, refused=f"{error}")
     except Exception as error:  # any error of any library goes into the table
         line = next(iter(str(error).splitlines()), "")[:200]
         return Row(name, made, failed=f"{type(error).__name__}: {line}")
-    return Row(name, made, **found)
+    return Row(name, made, **result)
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def compare(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     outputs, of_dense = outputs_of(sparse, inputs), outputs_of(dense, inputs)
     if len(outputs) != len(of_dense) or not any(bool(y.any()) for y in outputs):
         raise bs.BlockSparseError.expected("outputs", f"{len(of_dense)}, not all of them 0", len(outputs))
-    error = max(relative(found, expected) for found, expected in zip(outputs, of_dense, strict=True))
+    error = max(relative(ours, expected) for ours, expected in zip(outputs, of_dense, strict=True))
     return {
         "taken": len(taken),
         "left": dict(Counter(map(in_short, reasons)).most_common()),
@@ -170,11 +170,11 @@ def floats(value: Any) -> Iterable[Tensor]:
             yield from floats(each)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(result: Tensor, expected: Tensor) -> float:
     """Return the relative l2 error; infinite if shapes differ or a number is not finite."""
-    if found.shape != expected.shape or not found.isfinite().all() or not expected.isfinite().all():
+    if result.shape != expected.shape or not result.isfinite().all() or not expected.isfinite().all():
         return math.inf
-    return relative_error(found, expected.double())
+    return relative_error(result, expected.double())
 
 
 def gradients(sparse: nn.Module, dense: nn.Module) -> int:
@@ -182,14 +182,14 @@ def gradients(sparse: nn.Module, dense: nn.Module) -> int:
 
     Products of gradient and weight are compared, as they do not depend on how either is stored.
     """
-    of_dense, found = dict(dense.named_parameters()), []
+    of_dense, pairs = dict(dense.named_parameters()), []
     for name, module in sparse.named_modules():
         if isinstance(module, BlockSparseModule):
             weight = of_dense[name if isinstance(module, Weight) else f"{name}.weight"]
-            found.append((product(module.values), product(weight)))
-    most = max((ours[1] for ours, _ in found if ours is not None), default=0.0)
+            pairs.append((product(module.values), product(weight)))
+    most = max((ours[1] for ours, _ in pairs if ours is not None), default=0.0)
     good = 0
-    for ours, theirs in found:
+    for ours, theirs in pairs:
         if ours is None or theirs is None:
             good += ours is None and theirs is None
         else:  # if attention weights are all equal, gradients are rounding errors

@@ -129,20 +129,20 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
 
-    found, what = reach.rows, "targets on a GPU" + (", small shapes: numbers that mean nothing" if quick else "")
+    known_rows, what = reach.rows, "targets on a GPU" + (", small shapes: numbers that mean nothing" if quick else "")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rows so far are drawn and shown
     try:
         for of_job in measured(reach, jobs, 60 * arguments.minutes):
-            found |= {row.work: row for row in of_job}
+            known_rows |= {row.work: row for row in of_job}
             if path:
-                ordered = [row for job in every for row in found.values() if job.gives(row.work)]
+                ordered = [row for job in every for row in known_rows.values() if job.gives(row.work)]
                 rows.write(path, ordered, what, facts, **settings)
     finally:
-        console.print(rows.table(list(found.values()), f"{what}; {machine.where(facts)}"), highlight=True)
+        console.print(rows.table(list(known_rows.values()), f"{what}; {machine.where(facts)}"), highlight=True)
         if path:
             drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", soft_wrap=True)
-    return any(row.measured.startswith("FAILED") for row in found.values())
+    return any(row.measured.startswith("FAILED") for row in known_rows.values())
 
 
 def parse_layer(arguments: argparse.Namespace) -> LinearSpec | None:
@@ -152,19 +152,21 @@ def parse_layer(arguments: argparse.Namespace) -> LinearSpec | None:
         BlockSparseError: it names no layer, or its other options come without it.
     """
     names = ("tokens", "density", "block", "dtype")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    layer_options: dict[str, Any] = {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
+    }
     if arguments.linear is None:
-        if given:
-            raise BlockSparseError.expected(f"--{next(iter(given))}", "--linear OUTxIN with it", "none")
+        if layer_options:
+            raise BlockSparseError.expected(f"--{next(iter(layer_options))}", "--linear OUTxIN with it", "none")
         return None
     if not arguments.predict:
         raise BlockSparseError.expected("--linear", "--predict with it", "none")
     sizes = re.fullmatch(r"(\d+)x(\d+)", arguments.linear)
     if not sizes:
         raise BlockSparseError.expected("--linear", "OUTxIN, as in 3072x768", repr(arguments.linear))
-    if given.get("dtype", "bfloat16") not in DTYPES:
+    if layer_options.get("dtype", "bfloat16") not in DTYPES:
         raise BlockSparseError.expected("--dtype", f"one of {', '.join(DTYPES)}", repr(arguments.dtype))
-    options: dict[str, Any] = {"tokens": 4096, "dtype": "bfloat16"} | given
+    options: dict[str, Any] = {"tokens": 4096, "dtype": "bfloat16"} | layer_options
     spec = LinearSpec(int(sizes[1]), int(sizes[2]), **options)
     blocks = spec.out_features * spec.in_features / spec.block**2
     if spec.density * blocks < 1:
@@ -203,11 +205,11 @@ def run_checks(device: Device) -> Iterator[bool]:
     start = monotonic()
     for what, check in checks(device):
         try:
-            found = (f"{name} {error:.1e} of at most {most:.0e}" for name, (error, most) in check().items())
-            said, holds = ", ".join(found), True
+            errors = (f"{name} {error:.1e} of at most {most:.0e}" for name, (error, most) in check().items())
+            text, holds = ", ".join(errors), True
         except Exception as error:  # the other checks still run
-            said, holds = f"{type(error).__name__}: {error}", False
-        print(f"[{monotonic() - start:4.0f} s] {'right' if holds else 'WRONG'} {what}: {said}", flush=True)
+            text, holds = f"{type(error).__name__}: {error}", False
+        print(f"[{monotonic() - start:4.0f} s] {'right' if holds else 'WRONG'} {what}: {text}", flush=True)
         yield holds
 
 
@@ -218,12 +220,12 @@ def select(names: Sequence[tuple[str, ...]], only: list[str], by: str) -> list[i
     for layer_name in only or [""]:
         words = [word.lower() for word in parts(layer_name)]
         exact = {nth for nth, of in enumerate(lower) if layer_name.strip().lower() in of}
-        found = exact or {
+        matches = exact or {
             nth for nth, of in enumerate(lower) if not words or any(word in name for word in words for name in of)
         }
-        if not found:
+        if not matches:
             raise BlockSparseError.expected("--only", f"words of the rows that {by} shows", repr(layer_name))
-        some |= found
+        some |= matches
     return sorted(some)
 
 
@@ -241,9 +243,9 @@ def measured(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[lis
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds and not reach.known(job)
-            found = [Row(job.work, job.target, rows.OUT_OF_TIME, None)] if late else reach.run(job)
-            yield found
-            for row in found if progress.disable else ():
+            new_rows = [Row(job.work, job.target, rows.OUT_OF_TIME, None)] if late else reach.run(job)
+            yield new_rows
+            for row in new_rows if progress.disable else ():
                 print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
             progress.advance(task)
 

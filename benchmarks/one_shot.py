@@ -67,7 +67,7 @@ class Outcome:
 def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[str] = tuple(WAYS)) -> list[Outcome]:
     """Return the results of each way at each density."""
     dense = net.accuracy(net.model)
-    found = []
+    results = []
     for way in ways:
         options = WAYS[way]
         for density in densities:
@@ -79,18 +79,18 @@ def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[st
                 try:
                     model = sparsify(net.model, density, **more)
                 except BlockSparseError:  # the density leaves a weight without blocks
-                    found.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
+                    results.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
                     continue
             weights = [row.block is not None for row in report_on(model, tokens=1).rows]
             warned = any(issubclass(each.category, SparsityWarning) for each in caught)
             done = net.accuracy(model), sum(weights), len(weights), warned
-            found.append(Outcome(net.name, way, density, dense, *done))
-    return found
+            results.append(Outcome(net.name, way, density, dense, *done))
+    return results
 
 
-def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]:
+def merged(before: Sequence[Outcome], new: Sequence[Outcome]) -> list[Outcome]:
     """Return the new results and the old ones that were not measured again, in the order of the table."""
-    every = {(each.net, each.density, each.way): each for each in [*before, *found]}
+    every = {(each.net, each.density, each.way): each for each in [*before, *new]}
     nets = list(dict.fromkeys(net for net, _, _ in every))
     ways = list(WAYS)
     return [every[key] for key in sorted(every, key=lambda key: (nets.index(key[0]), -key[1], ways.index(key[2])))]
@@ -101,10 +101,10 @@ def read(file: Path) -> list[Outcome]:
     return [Outcome(**each) for each in report.rows(read_json(file)["outcomes"])] if file.is_file() else []
 
 
-def table(found: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of a table with a row for each net and density, and a column for each way."""
     rows: dict[tuple[str, float], dict[str, Outcome]] = {}
-    for each in found:
+    for each in outcomes:
         rows.setdefault((each.net, each.density), {})[each.way] = each
     cells = []
     for (net, density), ways in rows.items():
@@ -128,9 +128,9 @@ of weights that became block-sparse, and "warned" if a `SparsityWarning` said th
 `python benchmarks/one_shot.py` makes this table."""
 
 
-def write(out: Path, found: Sequence[Outcome]) -> None:
+def write(out: Path, outcomes: Sequence[Outcome]) -> None:
     """Write JSON, and the table next to it."""
-    report.write(out, {"outcomes": report.columns([asdict(each) for each in found])}, CAPTION, table(found))
+    report.write(out, {"outcomes": report.columns([asdict(each) for each in outcomes])}, CAPTION, table(outcomes))
 
 
 def main() -> None:
@@ -145,11 +145,11 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     only = tuple(name for name in arguments.only.split(",") if name)
     ways = (arguments.way,) if arguments.way else tuple(WAYS)
-    found = read(arguments.out)
+    outcomes_ = read(arguments.out)
     for net in nets(arguments.data, arguments.kept, only):
-        found = merged(found, outcomes(net, ways=ways))
-        console.print("\n".join(table([each for each in found if each.net == net.name])))
-        write(arguments.out, found)
+        outcomes_ = merged(outcomes_, outcomes(net, ways=ways))
+        console.print("\n".join(table([each for each in outcomes_ if each.net == net.name])))
+        write(arguments.out, outcomes_)
 
 
 if __name__ == "__main__":

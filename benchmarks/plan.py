@@ -37,15 +37,15 @@ TOKENS = 256
 
 def measure_engines() -> list[Any]:
     """Measure rates and real steps in turns, for each engine; runs in each process."""
-    found = []
+    results = []
     processes = dist.get_world_size()
     job = plan.Job(processes, TOKENS, optimizer="adam")
     for name, model in NETS.items():
         for degree in (None, *(d for d in (1, 2, 4) if d <= processes)):
             # In turns, since other programs on the machine slow down both.
             rounds = [(measure.rates(), reality.run(model, job, degree, STEPS)) for _ in range(ROUNDS)]
-            found.append((name, degree, rounds))
-    return found
+            results.append((name, degree, rounds))
+    return results
 
 
 def compare(processes: int) -> Iterator[Row]:
@@ -90,12 +90,14 @@ def main() -> None:
     arguments = parser.parse_args()
     facts = machine.machine()
     path = arguments.out / f"plan-{machine.slug(facts['cpu'])}.json"
-    found: list[Row] = []
+    found_rows: list[Row] = []
     for processes in arguments.processes:
-        found += compare(processes)
-        rows.write(path, found, "the planner against real processes", facts, tokens=TOKENS, steps=STEPS, rounds=ROUNDS)
+        found_rows += compare(processes)
+        rows.write(
+            path, found_rows, "the planner against real processes", facts, tokens=TOKENS, steps=STEPS, rounds=ROUNDS
+        )
     console = Console()
-    console.print(rows.table(found, f"planner: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
+    console.print(rows.table(found_rows, f"planner: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
     console.print(f"wrote {path} and .md", soft_wrap=True)
 
 

@@ -51,16 +51,16 @@ def main() -> None:
     for op in [arguments.only] if arguments.only else OPS:
         title, measure, factor = OPS[op]
         facts = machine.machine()
-        found: list[Row] = []
+        op_rows: list[Row] = []
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             task = progress.add_task("starting", total=None)
             for row in measure(factor * BUDGET, arguments.quick):
-                found.append(row)
+                op_rows.append(row)
                 progress.update(task, description=f"{row.work}: {row.measured}")
-        console.print(rows.table(found, f"{op}: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
+        console.print(rows.table(op_rows, f"{op}: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
         if not arguments.quick:
             path = arguments.out / f"{op}-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-            rows.write(path, found, title, facts, budget=BUDGET)
+            rows.write(path, op_rows, title, facts, budget=BUDGET)
             console.print(f"wrote {path} and .md", soft_wrap=True)
 
 

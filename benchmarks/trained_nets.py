@@ -155,9 +155,9 @@ def _trained(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps:
 
 def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, folder: Path) -> Net:
     epochs = 4
-    found = images.load(data, data_dir)
-    mean, deviation = found.train.float().mean(), found.train.float().std()
-    train, test = ((part.float() - mean) / deviation for part in (found.train, found.test[:4000]))
+    data_set = images.load(data, data_dir)
+    mean, deviation = data_set.train.float().mean(), data_set.train.float().std()
+    train, test = ((part.float() - mean) / deviation for part in (data_set.train, data_set.test[:4000]))
     torch.manual_seed(0)
     model, batch = make(), 128
     order = torch.cat([torch.randperm(len(train)) for _ in range(epochs)])
@@ -166,10 +166,10 @@ def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: An
         rows = order[step * batch : (step + 1) * batch]
         x = train[rows]
         x = x.flip(-1) if step % 2 and data == "cifar10" else x
-        return F.cross_entropy(model(x), found.train_labels[rows])
+        return F.cross_entropy(model(x), data_set.train_labels[rows])
 
     _trained(folder / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
-    return Net(name, model, _right(test.split(500), found.test_labels[:4000].split(500)), train[:SAMPLES])
+    return Net(name, model, _right(test.split(500), data_set.test_labels[:4000].split(500)), train[:SAMPLES])
 
 
 def _of_text(name: str, width: int, layers: int, data_dir: Any, folder: Path, steps: int) -> Net:
@@ -180,8 +180,8 @@ def _of_text(name: str, width: int, layers: int, data_dir: Any, folder: Path, st
     model = Sequences(name, width, layers)
 
     def rows(of: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        found = of[starts[:, None] + torch.arange(length + 1)].long()
-        return found[:, :-1], found[:, 1:]
+        bytes_ = of[starts[:, None] + torch.arange(length + 1)].long()
+        return bytes_[:, :-1], bytes_[:, 1:]
 
     def loss(step: int) -> Tensor:
         x, y = rows(parts.train, torch.randint(len(parts.train) - length, (32,)))
@@ -204,10 +204,10 @@ def _right(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.M
 
 def _folder(package: str) -> Path:
     """Return the folder where a package is installed, without importing it, as it may need further packages."""
-    found = find_spec(package)
-    if found is None:
+    spec = find_spec(package)
+    if spec is None:
         raise BlockSparseError(f"This net needs {package}: pip install {package}.")
-    return Path(str(found.origin)).parent
+    return Path(str(spec.origin)).parent
 
 
 # -- pretrained nets, tested with synthetic voices ----------------------------------------------------------------

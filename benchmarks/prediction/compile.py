@@ -402,24 +402,24 @@ def _ways(ttgir: str) -> int:
 def main(kind: str, *names: str) -> dict[str, Any]:
     """Return the dense peers and the launches of the named rows, by default of all."""
     device = RecordingDevice(GPUS[kind])
-    found, unique = {}, {}
+    result, unique = {}, {}
     layers = [of_layer(LinearSpec(**json.loads(name))) for name in names if name.startswith("{")]
-    wanted = {name: specs for name, specs in rows().items() if name in names or not names}
-    for name, specs in (wanted | dict(itertools.chain(*(layer.items() for layer in layers)))).items():
+    chosen = {name: specs for name, specs in rows().items() if name in names or not names}
+    for name, specs in (chosen | dict(itertools.chain(*(layer.items() for layer in layers)))).items():
         launches = [pair for spec in specs for pair in device.launches_of(spec)]
         unique |= {launch.key(): launch for launch, _ in launches if launch}
-        found[name] = {
+        result[name] = {
             "dense": [dense for spec in specs for dense in _dense_peers(spec)],
             "launches": [does | ({"kernel": launch.key()} if launch else {}) for launch, does in launches],
         }
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         kernels = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
-    for row in found.values():
+    for row in result.values():
         for does in row["launches"]:
             if "kernel" in does:
                 does["kernel"] = kernels[does["kernel"]]
-    return found
+    return result
 
 
 _todo: list[tuple[RecordingDevice, Launch]] = []  # inherited by forked workers, as launches cannot be pickled

@@ -163,10 +163,10 @@ def _from_shared_memory(narrow: int | None) -> float:
 
 def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
     """Predict launches one after the other, each repeated `times` times, or once."""
-    found = [(launch.get("times", 1), launch_time(launch, chip)) for launch in launches]
-    names = dict.fromkeys(name for _, one in found for name in one.parts)
-    parts = {name: sum(times * one.parts.get(name, 0) for times, one in found) for name in names}
-    return Prediction(sum(times * one.seconds for times, one in found), parts)
+    predictions = [(launch.get("times", 1), launch_time(launch, chip)) for launch in launches]
+    names = dict.fromkeys(name for _, one in predictions for name in one.parts)
+    parts = {name: sum(times * one.parts.get(name, 0) for times, one in predictions) for name in names}
+    return Prediction(sum(times * one.seconds for times, one in predictions), parts)
 
 
 def dense_time(
@@ -204,8 +204,8 @@ def compiled(chip: Chip, *names: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise BlockSparseError.expected("kernels", f"ones that compile for {chip.name}", done.stderr.strip()[-500:])
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    rows: dict[str, Any] = json.loads(done.stdout)
+    return rows
 
 
 def layer_name(spec: LinearSpec) -> str:
@@ -213,12 +213,12 @@ def layer_name(spec: LinearSpec) -> str:
     return json.dumps(asdict(spec))
 
 
-def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> list[tuple[str, ...]]:
+def table(rows: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> list[tuple[str, ...]]:
     """Return a line for each row with HEAD's columns, including times measured on such a GPU, if any."""
     seconds = {row.work: row.details.get("seconds", {}) for row in measured}
     over: dict[str, float] = {}
     lines: list[tuple[str, ...]] = []
-    for name, row in found.items():
+    for name, row in rows.items():
         if any("kernel" in launch and launch["kernel"]["traps"] for launch in row["launches"]):
             lines.append((name, "-", "a trap", *["-"] * 3, "", ""))
             continue

@@ -69,19 +69,19 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
 def _rows(
     problem: AttentionProblem, errors: Mapping[str, float], pass_: str, rounds: int, budget: float
 ) -> RowIterator:
-    found, s = race(problem.calls(pass_), rounds, budget), problem.spec
+    timed, s = race(problem.calls(pass_), rounds, budget), problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
     if not problem.causal:  # the first layout is dense, which runs PyTorch's own kernel
-        yield falls_row(work, list(problem.layouts)[1:], found.samples)
+        yield falls_row(work, list(problem.layouts)[1:], timed.samples)
     for name, layout in problem.layouts.items():
-        seconds = {who: vars(found.samples.time(key)) for who, key in ((OURS, name), ("dense", "dense"))}
+        seconds = {who: vars(timed.samples.time(key)) for who, key in ((OURS, name), ("dense", "dense"))}
         details = {**asdict(s), "layout": name, "density": layout.density, "error": errors[name], "seconds": seconds}
         known = f" of density {layout.density:.3g}" if problem.causal else ""
         least = LEAST if layout.density <= SPARSE else None
-        yield found.row(f"{work}, {name}{known}", "dense", name, "dense", details=details, least=least)
+        yield timed.row(f"{work}, {name}{known}", "dense", name, "dense", details=details, least=least)
     for name in problem.layouts:
-        if (peer := flex_name(name)) in found.samples.names:
-            yield found.row(f"{work}, {name}, compiled", peer, name, "FlexAttention", least=LEAST)
+        if (peer := flex_name(name)) in timed.samples.names:
+            yield timed.row(f"{work}, {name}, compiled", peer, name, "FlexAttention", least=LEAST)
 
 
 def falls_row(work: str, names: list[str], samples: Samples) -> Row:
@@ -113,16 +113,16 @@ class AttentionProblem:
 
     def check(self) -> dict[str, float]:
         """Return the largest relative L2 error of output and gradients, by layout."""
-        found = {}
+        errors = {}
         for name, layout in self.layouts.items():
             block = layout.block_shape
             mask = layout.mask().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
             mask = mask.tril() if self.causal else mask
             ours = self._results(self._ours(layout), torch.float32)
             exact = self._results(partial(F.scaled_dot_product_attention, attn_mask=mask), torch.float64)
-            found[name] = max(map(relative_error, ours, exact))
-        check_errors(BOUND, found, "attention")
-        return found
+            errors[name] = max(map(relative_error, ours, exact))
+        check_errors(BOUND, errors, "attention")
+        return errors
 
     def calls(self, pass_: str) -> dict[str, Call]:
         """Return the calls to time: dense attention, and attention on each layout."""
@@ -141,17 +141,17 @@ class AttentionProblem:
         """Return FlexAttention on each layout that is not dense, or nothing if it does not compile."""
         compiled: Any = torch.compile(flex_attention)
         masks = {name: _block_mask(layout) for name, layout in self.layouts.items() if layout.density < 1}
-        found: dict[str, Attention] = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
+        functions: dict[str, Attention] = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
         try:
             errors = {
                 name: relative_error(peer(*self.qkv), self._ours(self.layouts[name])(*self.qkv))
-                for name, peer in found.items()
+                for name, peer in functions.items()
             }
         except Exception as error:  # no compiler, or an error of it
             print(f"no FlexAttention here: {error!s:.200}", file=sys.stderr)
             return {}
         check_errors(BOUND, errors, "FlexAttention")
-        return found
+        return functions
 
     def _results(self, function: Attention, dtype: torch.dtype) -> list[Tensor]:
         qkv = [tensor.to(dtype) for tensor in self.qkv]

@@ -91,8 +91,8 @@ def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, qu
     samples = race(calls, **timing_options(budget, quick)).samples.per(dict.fromkeys(calls, copies))
     part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
     title = f"{name}, hidden {spec.out_features}, 1 token, density {spec.density:g}, weights in "
-    said = f"of reading the weights at {rate / 1e9:.3g} GB/s; {duration(samples.time(OURS).median)}"
-    return _row(title + ("memory" if cold else "the caches"), Work(spec, MIN_BANDWIDTH), part, said, {"copies": copies})
+    text = f"of reading the weights at {rate / 1e9:.3g} GB/s; {duration(samples.time(OURS).median)}"
+    return _row(title + ("memory" if cold else "the caches"), Work(spec, MIN_BANDWIDTH), part, text, {"copies": copies})
 
 
 def _read(values: Tensor) -> Tensor:
@@ -117,9 +117,9 @@ def _arithmetic_bound_row(name: str, work: Work, budget: float, quick: bool) -> 
     peak, rate = 2e-9 * size**3 / samples.time(best).median, 1e-9 * operations / samples.time(OURS).median
     shape = f", hidden {spec.out_features}, {spec.tokens} tokens" if isinstance(spec, LinearSpec) else ""
     title = f"{name}{shape}, density {spec.density:g}"
-    said = f"of {best}'s dense rate, {peak:.0f} GFLOP/s; {rate:.0f} GFLOP/s"
+    text = f"of {best}'s dense rate, {peak:.0f} GFLOP/s; {rate:.0f} GFLOP/s"
     wide = cpu_core.isa() not in ("portable", "avx2")
-    return _row(title, work, part, said, {"gflops": rate, "peak": peak}, rate if wide else None)
+    return _row(title, work, part, text, {"gflops": rate, "peak": peak}, rate if wide else None)
 
 
 def _row(title: str, work: Work, part: Spread, text: str, details: dict[str, Any], rate: float | None = None) -> Row:

@@ -109,8 +109,8 @@ class Job:
         except NotImplementedError as error:
             return [unmeasured_row(self.work, self.target, error)]
         except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            return [Row(self.work, self.target, f"FAILED: {said}", False, {"error": said})]
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            return [Row(self.work, self.target, f"FAILED: {text}", False, {"error": text})]
 
 
 class GpuTargets:
@@ -201,10 +201,10 @@ class GpuTargets:
 
     def _ceiling_rows(self, work: str) -> list[Row]:
         small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
-        found = Ceilings.of(self.bench.device, **small)
-        rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in found.dense.items())
-        details = {"copy": found.copy, "dense": dict(found.dense)}
-        return [Row(work, "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
+        ceilings = Ceilings.of(self.bench.device, **small)
+        rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in ceilings.dense.items())
+        details = {"copy": ceilings.copy, "dense": dict(ceilings.dense)}
+        return [Row(work, "-", f"{ceilings.copy / 1e12:.3g} TB/s; {rates}", None, details)]
 
     def _target(self, target: Target, work: str) -> list[Row]:
         peers = [*(peer for peer, _ in target.ratios), *target.others]
@@ -232,7 +232,7 @@ class GpuTargets:
             own: dict[str, int] = {}
             calls[name] = self.bench.prepare(case, OURS, own)
             counts[name] = own[OURS]
-        found = Race(self.bench.alternate(calls, counts))
+        race = Race(self.bench.alternate(calls, counts))
         details = {
             **hubs.spec.as_dict(),
             "nnz": hubs.layout.nnz,
@@ -241,7 +241,7 @@ class GpuTargets:
             **{name: case.facts() for name, case in cases.items()},
         }
         more = f", {hubs.layout.nnz} blocks each"
-        return [found.row(work, "hubs", "random", "random", most=GPU_HUB_TIME, more=more, details=details)]
+        return [race.row(work, "hubs", "random", "random", most=GPU_HUB_TIME, more=more, details=details)]
 
     def _conv(self, spec: ConvSpec, peer: str, ratio: float, work: str) -> list[Row]:
         result = self._bench_of(ConvBench).run(spec, [peer])
@@ -344,13 +344,13 @@ def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings 
     of_copy = f" = {part:.0%} of a copy" if part is not None else ""
     few = target.spec.tokens <= FEW_TOKENS
     rate = f"{result.bandwidth / 1e12:.2f} TB/s{of_copy}" if few else f"{result.gflops / 1e3:.3g} TFLOP/s"
-    said = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
+    more_text = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
     goal = target_text(replace(target, ratios=((first, ratio),)))
     if first in result.refused:
         row = refused_row(work, goal, result, first, details)
-        row = replace(row, measured=row.measured + said)
+        row = replace(row, measured=row.measured + more_text)
     else:
-        row = ratio_row(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
+        row = ratio_row(work, result.speedup(first), first, least=ratio, target=goal, more=more_text, details=details)
         if target.bandwidth is not None and (part is None or part < target.bandwidth):
             row = replace(row, met=None if part is None and row.met else False)
     return [row, *(speedup_row(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
@@ -373,13 +373,15 @@ def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
 def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, Any]]) -> Row:
     """Return the row of the geometric mean of the speed-ups over a peer, over all cases that the peer could run."""
     cases, text = list(cases), format_minimum(ratio, peer)
-    found = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
-    if not found:
+    speedups = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
+    if not speedups:
         reasons = dict.fromkeys(case["refused"][peer] for case in cases if peer in case.get("refused", ()))
         return unmeasured_row(work, text, "; ".join(reasons) or "no case")
-    mean = geometric_mean(found)
-    measured = f"{short(mean)}x {peer} ({short(min(found))}-{short(max(found))}), {len(found)} of {len(cases)} cases"
-    return Row(work, text, measured, mean >= ratio, {"mean": mean, "ratios": found})
+    mean = geometric_mean(speedups)
+    measured = (
+        f"{short(mean)}x {peer} ({short(min(speedups))}-{short(max(speedups))}), {len(speedups)} of {len(cases)} cases"
+    )
+    return Row(work, text, measured, mean >= ratio, {"mean": mean, "ratios": speedups})
 
 
 def host_row(seconds: Mapping[str, Any]) -> Row:
@@ -425,5 +427,5 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
     samples = alternate(calls, budget=budget, clock=issue)
     graph = device.prepare([calls["eager"]], repeats=100)
     replayed = alternate({"graph": graph}, budget=budget, clock=device.clock).per({"graph": 100})
-    found = {name: samples.time(name) for name in calls}
-    return {**found, "in a graph" if device.torch.type == "cuda" else "in turn": replayed.time("graph"), **refused}
+    seconds = {name: samples.time(name) for name in calls}
+    return {**seconds, "in a graph" if device.torch.type == "cuda" else "in turn": replayed.time("graph"), **refused}

@@ -47,10 +47,10 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
             error = relative_error(calls[OURS]()[some], reference.int8_linear(x[some], *rounded, None, layout, None))
             check_errors(1e-6, {"y": error}, layout, "the definition of the int8 product")
             rounding = relative_error(calls[OURS](), calls[FLOAT32]())
-            found = race(calls, **timing_options(budget, quick))
-            rate = 2 * tokens * density * hidden**2 / found.samples.time(OURS).median / 1e9
-            float32 = format_ratio(found.samples.ratio(FLOAT32, OURS))
-            yield found.row(
+            timed = race(calls, **timing_options(budget, quick))
+            rate = 2 * tokens * density * hidden**2 / timed.samples.time(OURS).median / 1e9
+            float32 = format_ratio(timed.samples.ratio(FLOAT32, OURS))
+            yield timed.row(
                 f"int8 forward, hidden {hidden}, {tokens} tokens, density {density:g}",
                 DENSE,
                 OURS,

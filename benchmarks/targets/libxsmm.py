@@ -44,13 +44,13 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
     none.
     """
     try:
-        found = library()
+        library_ = library()
     except BlockSparseError as error:
         yield unmeasured_row("libxsmm", f">= {MIN_ROWS:g}x {ROWS}", error)
         return
     for dtype in DTYPES:
-        if not found.serves(dtype):
-            no_kernel = f"libxsmm has no {dtype} kernel for {found.target}"
+        if not library_.serves(dtype):
+            no_kernel = f"libxsmm has no {dtype} kernel for {library_.target}"
             yield unmeasured_row(f"{dtype} forward", f">= {MIN_ROWS:g}x {ROWS}", no_kernel)
             continue
         own: list[float] = []
@@ -68,7 +68,13 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
                 except BlockSparseError as error:
                     yield unmeasured_row(work, f">= {MIN_ROWS:g}x {ROWS}", error)
                     continue
-            details = {**spec.as_dict(), "threads": threads, "errors": errors, "target": found.target, "libxsmm": plans}
+            details = {
+                **spec.as_dict(),
+                "threads": threads,
+                "errors": errors,
+                "target": library_.target,
+                "libxsmm": plans,
+            }
             own.append(race.samples.ratio(OWN, OURS).median)
             yield race.row(work, ROWS, OURS, ROWS, least=MIN_ROWS, details=details)
             yield race.row(work, OWN, OURS, OWN, details=details)

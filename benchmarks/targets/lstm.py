@@ -113,21 +113,21 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
     ours = LSTM(inputs, width, density=WIDE_DENSITY)
     if inputs != width:
         ours = LSTM(inputs, width, layout=ours.weight_hh_l0.layout)  # type: ignore[arg-type]
-    found, details = _layers(bench, spec, ours)
+    timed, details = _layers(bench, spec, ours)
     kind = "all weights" if inputs == width else "recurrent weights"
     work = f"a step, one LSTM layer, {inputs} inputs, width {width}, {kind} of density {WIDE_DENSITY:g}"
     goal = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
-    return found.row(work, "torch", OURS, "torch.nn.LSTM", least=target, target=goal, details=details)
+    return timed.row(work, "torch", OURS, "torch.nn.LSTM", least=target, target=goal, details=details)
 
 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     """Return the row of a dense layer against torch.nn.LSTM, with as many inputs as units."""
     torch.manual_seed(bench.seed)
-    found, details = _layers(bench, spec, LSTM(width, width))
+    timed, details = _layers(bench, spec, LSTM(width, width))
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
-    return found.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
+    return timed.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
 
 
 def few_rows(bench: LstmBench, width: int) -> RowIterator:
@@ -144,12 +144,12 @@ def few_rows(bench: LstmBench, width: int) -> RowIterator:
         }
         if steps == 1:  # for one step, a cell takes a tenth of the layer's time
             calls["torch.nn.LSTMCell"] = forward(cell, torch.randn(batch, narrow))
-        found = race(calls, bench.rounds, bench.budget)
-        best = min((name for name in calls if name != OURS), key=lambda name: found.samples.time(name).median)
+        timed = race(calls, bench.rounds, bench.budget)
+        best = min((name for name in calls if name != OURS), key=lambda name: timed.samples.time(name).median)
         work = f"inference, one LSTM layer of {width} units, density {FEW_DENSITY:g}, {batch} sequences, {steps} steps"
-        more = f" of {narrow} units; {1e3 * found.samples.time(OURS).median:.3g} ms"
+        more = f" of {narrow} units; {1e3 * timed.samples.time(OURS).median:.3g} ms"
         goal = ">= 1x torch's LSTM of as many parameters"
-        yield found.row(work, best, OURS, best, least=1.0, target=goal, more=more)
+        yield timed.row(work, best, OURS, best, least=1.0, target=goal, more=more)
 
 
 def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
@@ -204,14 +204,14 @@ def memory_row(spec: LstmSpec) -> Row:
     work = f"training, {describe(spec)}, batch {spec.batch}, seq {spec.seq}"
     goal = f"a process below {MEMORY >> 30} GiB"
     try:
-        found = run_in_process(measure_peak, vars(spec.config), spec.batch, spec.seq)
+        facts = run_in_process(measure_peak, vars(spec.config), spec.batch, spec.seq)
     except BlockSparseError as error:
         return unmeasured_row(work, goal, error)
-    step = Spread.of(found["seconds"])
+    step = Spread.of(facts["seconds"])
     rate = spec.tokens / step.median
-    measured = f"{found['peak'] / 2**30:.2f} GiB, {found['parameters'] / 1e6:.3g} M parameters, {rate:.0f} bytes/s"
-    details = {**spec.as_dict(), **found, "bytes_per_second": rate}
-    return Row(work, goal, measured, found["peak"] < MEMORY, details)
+    measured = f"{facts['peak'] / 2**30:.2f} GiB, {facts['parameters'] / 1e6:.3g} M parameters, {rate:.0f} bytes/s"
+    details = {**spec.as_dict(), **facts, "bytes_per_second": rate}
+    return Row(work, goal, measured, facts["peak"] < MEMORY, details)
 
 
 def measure_peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
     threads = details["threads"]
     work = f"an epoch, {describe(spec)}, {threads} thread{'s' * (threads != 1)}"
     wgrads = ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
-    said = {
+    descriptions = {
         "dense": f"dense torch.nn, SGD {details['dense_sgd']}",
         "scipy": "scipy CSR, whose sparse products have one thread, nothing dense",
         "blas": f"the same with gradients of the values from dense products where faster ({wgrads})",
@@ -148,7 +148,9 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
     least, target = TARGETS.get(peer, (None, None)) if has_target else (None, None)
     more = f"; {ours} against {theirs}, of it an evolution {duration(details['evolution'])}"
     details = {**details, "seconds": {name: vars(epochs.time(name)) for name in (OURS, peer)}}
-    return Race(epochs).row(work, peer, OURS, said, least=least, target=target or "-", more=more, details=details)
+    return Race(epochs).row(
+        work, peer, OURS, descriptions, least=least, target=target or "-", more=more, details=details
+    )
 
 
 def describe(spec: MlpSpec) -> str:
@@ -228,9 +230,9 @@ class MlpProblem:
     def check(self) -> dict[str, float]:
         """Return the largest relative L2 difference from our loss and gradients, by peer."""
         expected = self._results(self.ours())
-        found = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
+        others = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
         worst = {}
-        for peer, results in found.items():
+        for peer, results in others.items():
             off = {f"{name} of {peer}": _difference(results[name], reference) for name, reference in expected.items()}
             check_errors(BOUND, off, self.spec, "ours")
             worst[peer] = max(off.values())
@@ -255,8 +257,8 @@ def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
     return zip(model.layers, other.layers, strict=True)
 
 
-def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def _difference(result: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
 
 
 # -- in scipy --------------------------------------------------------------------------------------------------------
@@ -378,11 +380,11 @@ def _dgrad_turned(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
 
 
 def _wgrad_gathered(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
-    found = np.empty_like(layer.values)
-    for first in range(0, len(found), 4096):  # 4,096 rows of each fit into the cache
+    gradient = np.empty_like(layer.values)
+    for first in range(0, len(gradient), 4096):  # 4,096 rows of each fit into the cache
         part = slice(first, first + 4096)
-        np.einsum("kb,kb->k", delta[layer.rows[part]], a[layer.cols[part]], out=found[part])
-    return found
+        np.einsum("kb,kb->k", delta[layer.rows[part]], a[layer.cols[part]], out=gradient[part])
+    return gradient
 
 
 _DGRADS: dict[str, Callable[..., np.ndarray]] = {

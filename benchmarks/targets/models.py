@@ -102,10 +102,10 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
             error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
             check_errors(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
             calls = {"dense": partial(model, *inputs), OURS: partial(sparse, *inputs)}
-            found = race(calls, **timing_options(budget, quick))
+            timed = race(calls, **timing_options(budget, quick))
         count = sum(isinstance(module, BlockSparseModule) for module in sparse.modules())
         more = f", {count} weights block-sparse"
-        yield found.row(work, "dense", OURS, "dense", least=target.least, more=more, details={"error": error})
+        yield timed.row(work, "dense", OURS, "dense", least=target.least, more=more, details={"error": error})
 
 
 def _sparsified(target: ModelTarget, model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:

@@ -53,17 +53,17 @@ def rows(budget: float = 16.0, quick: bool = False) -> RowIterator:
         sizes = spec.filters, spec.resnets
         models = {"dense": PixelCNN(*sizes), "sparse": PixelCNN(*sizes, **how)}
         images = _images(spec)
-        found = race({name: _step(model, images) for name, model in models.items()}, **timing_options(budget, quick))
+        timed = race({name: _step(model, images) for name, model in models.items()}, **timing_options(budget, quick))
         parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
         by = "PyTorch's grouped convolutions" if spec.block_size is None else f"ours in blocks of {spec.block_size}"
         work = (
             f"a step, PixelCNN++ of {spec.filters} filters, {spec.groups} groups ({by}), depth x{spec.depth}, "
             f"{parameters['sparse']:,} parameters against {parameters['dense']:,}, batch {spec.batch}"
         )
-        ours, theirs = (duration(found.samples.time(name).median) for name in ("sparse", "dense"))
+        ours, theirs = (duration(timed.samples.time(name).median) for name in ("sparse", "dense"))
         details = {**asdict(spec), "parameters": parameters}
         more = f"; {ours} against {theirs}"
-        yield found.row(work, "sparse", "dense", "dense", most=spec.most, more=more, details=details)
+        yield timed.row(work, "sparse", "dense", "dense", most=spec.most, more=more, details=details)
 
 
 def _images(spec: PixelSpec) -> Tensor:

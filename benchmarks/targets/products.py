@@ -154,20 +154,20 @@ def gate_rows(bench: LinearBench, shrink: int = 1) -> RowIterator:
             gate = 0.5 + torch.rand(layout.nnz, generator=draw)
             gate[order[: round(closed * layout.nnz)]] = 0
             keep = gate != 0
-            smaller, kept, scale = layout.select(keep), values[keep], gate[keep]
+            smaller, open_values, scale = layout.select(keep), values[keep], gate[keep]
             calls = {
-                COMPACTED: partial(linear, x, kept * scale[:, None, None], smaller),
-                GATED_COMPACTED: partial(linear, x, kept, smaller, gate=scale),
+                COMPACTED: partial(linear, x, open_values * scale[:, None, None], smaller),
+                GATED_COMPACTED: partial(linear, x, open_values, smaller, gate=scale),
                 GATED: partial(linear, x, values, layout, gate=gate),
                 FULL: partial(linear, x, values, layout),
             }
             if not torch.equal(calls[GATED](), calls[COMPACTED]()):
                 raise BlockSparseError.expected(f"{spec!r} with gates", "the bits of the compacted layout", "others")
-            found = race(calls, bench.rounds, bench.budget)
+            timed = race(calls, bench.rounds, bench.budget)
             compacted, full, gated = (
-                found.samples.ratio(*pair) for pair in ((GATED, COMPACTED), (FULL, COMPACTED), (GATED, GATED_COMPACTED))
+                timed.samples.ratio(*pair) for pair in ((GATED, COMPACTED), (FULL, COMPACTED), (GATED, GATED_COMPACTED))
             )
-            yield found.row(
+            yield timed.row(
                 f"fp32 forward, hidden {spec.out_features}, 64 tokens, density 0.2, {closed:.0%} of the gates 0",
                 GATED,
                 GATED_COMPACTED,
@@ -195,14 +195,14 @@ def module_rows(budget: float, quick: bool = False) -> RowIterator:
             nn.Linear(features, features),
             torch.randn(1, features),
         )
-        found = race({OURS: partial(ours, x), "torch.nn.Linear": partial(dense, x)}, **timing_options(budget, quick))
-        yield found.row(
+        timed = race({OURS: partial(ours, x), "torch.nn.Linear": partial(dense, x)}, **timing_options(budget, quick))
+        yield timed.row(
             f"a call of nn.Linear, {features} features, 1 token, density 0.1",
             "torch.nn.Linear",
             OURS,
             "torch.nn.Linear",
             least=1.0,
-            more=f", {1e6 * found.samples.time(OURS).median:.3g} us",
+            more=f", {1e6 * timed.samples.time(OURS).median:.3g} us",
         )
 
 

@@ -68,12 +68,12 @@ def ratio_row(
     """
     met: bool | None = None
     if least is not None:
-        met, said = bool(ratio.median >= least), format_minimum(least, over)
+        met, goal = bool(ratio.median >= least), format_minimum(least, over)
     elif most is not None:
-        met, said = bool(ratio.median <= most), f"<= {most:.3g}x {over}"
+        met, goal = bool(ratio.median <= most), f"<= {most:.3g}x {over}"
     else:
-        said = "-"
-    return Row(work, target or said, f"{format_ratio(ratio)} {over}{more}", met, dict(details or {}))
+        goal = "-"
+    return Row(work, target or goal, f"{format_ratio(ratio)} {over}{more}", met, dict(details or {}))
 
 
 def format_minimum(least: float | None, over: str) -> str:
@@ -105,10 +105,10 @@ def speedup_row(
     details: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return the row of a speed-up over a peer, which may have refused; the details are the result's by default."""
-    found = result.as_dict() if details is None else details
+    row_details = result.as_dict() if details is None else details
     if peer in result.refused:
-        return refused_row(work, format_minimum(least, peer), result, peer, found)
-    return ratio_row(work, result.speedup(peer), peer, least=least, more=more(), details=found)
+        return refused_row(work, format_minimum(least, peer), result, peer, row_details)
+    return ratio_row(work, result.speedup(peer), peer, least=least, more=more(), details=row_details)
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,11 @@ def read_earlier_rows(path: Path, facts: Mapping[str, Any], settings: Mapping[st
     """
     if not path.exists() or facts["commit"] is None or facts["dirty"] is not False:
         return []
-    found, rows = read(path)
-    before = found["machine"]
+    content, rows = read(path)
+    before = content["machine"]
     same = all(before.get(name) == facts[name] for name in ("commit", "dirty", "torch", "cpu"))
     same = same and (before.get("gpu") or {}).get("name") == (facts["gpu"] or {}).get("name")
-    if not same or found.get("settings") != settings:
+    if not same or content.get("settings") != settings:
         return []
     return [row for row in rows if not row.measured.startswith(("FAILED", OUT_OF_TIME))]
 
@@ -210,15 +210,15 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     Raises:
         BlockSparseError: it is another kind of file.
     """
-    found = read_json(path, "rows")
+    content = read_json(path, "rows")
     try:
-        rows = [Row(**row) for row in found["rows"]]
+        rows = [Row(**row) for row in content["rows"]]
         texts = [text for row in rows for text in (row.work, row.target, row.measured)]
         right = all(isinstance(text, str) for text in texts) and all(row.met in (None, True, False) for row in rows)
-        details = [found["machine"], found["machine"].get("gpu") or {}, *(row.details for row in rows)]
+        details = [content["machine"], content["machine"].get("gpu") or {}, *(row.details for row in rows)]
         if not right or not all(isinstance(of, dict) for of in details):
             raise TypeError("types of another program")
-        return found, rows
+        return content, rows
     except (KeyError, TypeError, AttributeError) as error:
         raise BlockSparseError.expected(str(path), "a file that this program wrote", repr(error)) from error
 

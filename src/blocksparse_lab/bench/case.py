@@ -31,10 +31,10 @@ def error_bound(dtype: str, device: torch.device) -> float:
     return BOUNDS[dtype]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Return ||found - expected|| / ||expected||; if `expected` is all 0, 0 if equal, else infinity."""
     norm = expected.norm().item()
-    error = (found.double() - expected).norm().item()
+    error = (result.double() - expected).norm().item()
     if norm == 0:
         return 0.0 if error == 0 else float("inf")
     return error / norm

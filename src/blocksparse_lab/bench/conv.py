@@ -106,7 +106,7 @@ class ConvCase(Case):
         weight, x, grad = to_dense(self.values, self.layout).double(), self.x.double(), self.grad.double()
         stride, padding, _ = self.steps
         errors = {}
-        for name, found in name_results(self.spec.pass_, self.call(OURS)()).items():
+        for name, result in name_results(self.spec.pass_, self.call(OURS)()).items():
             if name == "y":
                 expected = F.conv2d(x, weight, None, stride, padding)
             else:
@@ -115,8 +115,8 @@ class ConvCase(Case):
             if name == "grad_values":
                 expected = from_dense(expected, self.layout)
             elif self.spec.pass_ == "dgrad":  # the op's channels come last
-                found = found.movedim(-1, 1)
-            errors[name] = relative_error(found, expected)
+                result = result.movedim(-1, 1)
+            errors[name] = relative_error(result, expected)
         check_errors(self.bound, errors, self.spec)
         return errors
 

@@ -188,10 +188,10 @@ class LinearCase(Case):
     def find_fault(self, name: str, call: Call) -> str | None:
         """Compare a peer's result with float64 if it has our weight; the bound is ten times ours."""
         rng = np.random.default_rng(0)
-        for what, found in name_results(self.spec.pass_, call()).items() if name not in DENSE else ():
+        for what, result in name_results(self.spec.pass_, call()).items() if name not in DENSE else ():
             if what == "grad_values":  # in a format of the peer's own
                 continue
-            error = self._error(what, found, rng)
+            error = self._error(what, result, rng)
             if not error <= 10 * self.bound:
                 return f"wrong: {name}'s {what} has a relative L2 error of {error:g} against float64"
         return None
@@ -213,8 +213,8 @@ class LinearCase(Case):
         limit = max(1, CHECKED_WEIGHT // (block * layout.shape[1]))
         rows = _sample_indices(rng, layout.grid[0], limit).to(result.device)
         weight = _dense_rows(layout, values, rows)
-        found = result[tokens].reshape(len(tokens), -1, block)[:, rows].flatten(1)
-        return relative_error(found, x[tokens].double() @ weight.t())
+        sample = result[tokens].reshape(len(tokens), -1, block)[:, rows].flatten(1)
+        return relative_error(sample, x[tokens].double() @ weight.t())
 
 
 class LinearBench(Bench):

@@ -91,9 +91,9 @@ class LstmSpec:
         'random density 0.03'
         """
         c = self.config
-        said = {"barabasi_albert": f"m {c.m}", "watts_strogatz": f"neighbors {c.neighbors}"}
-        said["random"] = f"density {c.density:g}"
-        return " ".join([c.pattern, *([said[c.pattern]] if c.pattern in said else [])])
+        parameter = {"barabasi_albert": f"m {c.m}", "watts_strogatz": f"neighbors {c.neighbors}"}
+        parameter["random"] = f"density {c.density:g}"
+        return " ".join([c.pattern, *([parameter[c.pattern]] if c.pattern in parameter else [])])
 
     def small(self) -> LstmSpec:
         """Return a small spec for the check."""

@@ -70,8 +70,8 @@ def results_table(results: Sequence[CaseResult], title: str = "") -> Table:
         if widths:
             over = [f"{one}\n{result.facts['widths'].get(name, '')}" for one, name in zip(over, peers, strict=True)]
         density = f"{result.density:.3g}" if widths else f"{result.spec.density:g}"
-        said = [result.spec.pattern.partition(" ")[2]] if widths else []
-        cells.append([*said, density, duration(result.time().median), f"{rate:.0f}", *over])
+        label = [result.spec.pattern.partition(" ")[2]] if widths else []
+        cells.append([*label, density, duration(result.time().median), f"{rate:.0f}", *over])
     head = [*([""] if widths else []), "density", "our time", "bytes/s" if widths else "GFLOP/s"]
     caption = f"speed-up: median of the rounds (quartiles){'; below it the width of the peer' * widths}"
     caption += f"\nrelative error against float64: {worst:.1e}, bound {bound:g}"
@@ -133,7 +133,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
     # A line break right after a bracket is never inside a string, so joining lines changes no string.
     for parts in (r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", r"\[\n(?: *\[[^\[\]{}\n]*\],?\n)+ *\]"):
-        text = re.sub(parts, lambda found: re.sub(r"\n *", "", found[0]), text)
+        text = re.sub(parts, lambda match: re.sub(r"\n *", "", match[0]), text)
     write_text(path, text + "\n")
 
 
@@ -227,7 +227,7 @@ def noted(cell: str, *notes: str) -> str:
     return f"{cell} ({text})" if text else cell
 
 
-def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str:
+def chance(values: Sequence[float], others: Sequence[float] | None = None) -> str:
     """Return the p-value of a difference of means by a two-sided t-test, as text.
 
     The result is "" for fewer than three values on either side, or if the values differ by rounding alone.
@@ -241,10 +241,10 @@ def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str
     """
     from scipy.stats import ttest_1samp, ttest_ind
 
-    samples = [found] if others is None else [found, others]
+    samples = [values] if others is None else [values, others]
     if min(map(len, samples)) < 3 or not any(max(of) - min(of) > 1e-9 * max(map(abs, of)) for of in samples):
         return ""
-    test = ttest_1samp(found, 0) if others is None else ttest_ind(found, others, equal_var=False)
+    test = ttest_1samp(values, 0) if others is None else ttest_ind(values, others, equal_var=False)
     # Three digits if two would hide on which side of 0.05 the value is.
     return f"p {test.pvalue:.{3 if f'{test.pvalue:.2g}' == '0.05' else 2}g}" if test.pvalue >= 0.001 else "p < 0.001"
 

@@ -74,7 +74,7 @@ class Hardware:
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def rate(self, bytes_each: int, block: int) -> float:
-        """Return FLOP/s on stored blocks of this size, or of the largest smaller measured size, else of the smallest."""
+        """Return FLOP/s on stored blocks of this size, else of the largest smaller measured one, else the smallest."""
         known = sorted(size for each, size in self.rates if each == bytes_each)
         if not known:
             raise BlockSparseError.expected("dtype", f"one whose rate {self.name} has", f"{bytes_each} bytes")

@@ -36,13 +36,13 @@ def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
     links = {name: _link(name) for name in ROUNDS}
     network = Network(**links)
     alone = min(ranks, cores)  # one process per core, while the others wait
-    bandwidth = 2 * COPIED / _join_torchrun(_copy(), alone)
-    found = {}
+    bandwidth = 2 * COPIED / _time_together(_copy(), alone)
+    product_rates = {}
     for block in blocks:
         call, weights = _product(block)
-        found[4, block] = flops(weights, TOKENS) / _join_torchrun(call, alone)
+        product_rates[4, block] = flops(weights, TOKENS) / _time_together(call, alone)
     x = torch.randn(512, 512)
-    dense = 2 * 512**3 / _join_torchrun(lambda: x @ x, alone)
+    dense = 2 * 512**3 / _time_together(lambda: x @ x, alone)
     return Hardware(
         name="measured",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks,
@@ -50,7 +50,7 @@ def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
         inside=network,
         between=network,
         bandwidth=bandwidth,
-        rates=found,
+        rates=product_rates,
         dense={4: dense},
         overlap=False,
         cores=cores,
@@ -68,7 +68,7 @@ def _link(collective: str) -> Link:
     ranks = dist.get_world_size()
     if ranks == 1:
         return Link(0.0, 1e12)
-    small, large = (_join_torchrun(_collective(collective, size), ranks) for size in (SMALL, LARGE))
+    small, large = (_time_together(_collective(collective, size), ranks) for size in (SMALL, LARGE))
     sent = ring_bytes(collective, LARGE, ranks) - ring_bytes(collective, SMALL, ranks)
     return Link(small / ring_steps(collective, ranks), sent / max(large - small, 1e-9))
 
@@ -115,7 +115,7 @@ def _product(block: int) -> tuple[Callable[[], Any], int]:
     return call, layer.values.numel()
 
 
-def _join_torchrun(call: Callable[[], Any], ranks: int) -> float:
+def _time_together(call: Callable[[], Any], ranks: int) -> float:
     """Return the median seconds of a call that the first `ranks` processes make at once, of the slowest rank, on every
     rank.
     """
@@ -142,8 +142,8 @@ def _join_torchrun(call: Callable[[], Any], ranks: int) -> float:
 
 def measure(processes: int) -> Hardware:
     """Return the rates of several processes with one thread each."""
-    found: Hardware = in_processes(processes, rates)
-    return found
+    hardware: Hardware = in_processes(processes, rates)
+    return hardware
 
 
 def in_processes(processes: int, function: Callable[[], Any]) -> Any:
@@ -174,9 +174,9 @@ def in_processes(processes: int, function: Callable[[], Any]) -> Any:
 def _process(rank: int, processes: int, store: str, pipe: Any, function: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    found = function()
+    result = function()
     if rank == 0:
-        pipe.send(found)
+        pipe.send(result)
     pipe.close()
     dist.barrier()
     dist.destroy_process_group()

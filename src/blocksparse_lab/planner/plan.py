@@ -155,14 +155,14 @@ def plans(net: Net, hardware: Hardware, job: Job) -> list[Plan]:
     Tensor parallelism uses powers of two that divide the ranks, at most a node's devices, and at most the rows or
     columns of blocks of any product.
     """
-    found = [ddp(net, hardware, job), fsdp2(net, hardware, job)]
+    candidates = [ddp(net, hardware, job), fsdp2(net, hardware, job)]
     smallest = min(min(product.out_blocks, product.in_blocks) for product in net.products)
     degree = 2
     while degree <= min(hardware.devices, job.ranks, smallest):
         if job.ranks % degree == 0:
-            found.append(fsdp2(net, hardware, job, degree))
+            candidates.append(fsdp2(net, hardware, job, degree))
         degree *= 2
-    return found
+    return candidates
 
 
 def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
@@ -251,13 +251,13 @@ def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
     return layer * len(net.layers) + (0 if net.attention else whole)
 
 
-def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
+def recommend(candidates: Sequence[Plan]) -> tuple[Plan | None, str]:
     """Return the simplest plan that fits and is within 5 % of the fastest, and the reason; the plan is None if nothing
     fits.
     """
-    fitting = [plan for plan in found if plan.fits]
+    fitting = [plan for plan in candidates if plan.fits]
     if not fitting:
-        least = min(found, key=lambda plan: plan.bytes_on_rank)
+        least = min(candidates, key=lambda plan: plan.bytes_on_rank)
         largest = max(least.memory, key=lambda name: least.memory[name])
         ways = {
             "activations": "a smaller --batch or --recompute",
@@ -269,13 +269,13 @@ def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
         )
     fastest = min(plan.step for plan in fitting)
     chosen = next(plan for plan in fitting if plan.step <= MIN_GAIN * fastest)
-    before = found[: found.index(chosen)]
+    before = candidates[: candidates.index(chosen)]
     reasons = []
     if too_large := [plan.engine for plan in before if not plan.fits]:
         reasons.append(f"{' and '.join(too_large)} {'does' if len(too_large) == 1 else 'do'} not fit")
     if slower := [plan for plan in before if plan.fits]:
         reasons += [f"{plan.engine} takes {plan.step / chosen.step:.2f} times as long" for plan in slower]
-    after = [plan for plan in found[len(before) + 1 :] if plan.fits]
+    after = [plan for plan in candidates[len(before) + 1 :] if plan.fits]
     if after:
         best = min(after, key=lambda plan: plan.step)
         gain = best.step / chosen.step
