@@ -100,13 +100,16 @@ class TrainingMethod:
         return {}
 
     def _watch_updates(self) -> None:
+        """Record updates of the current optimizer from now on."""
         if self._updates is not None:
             self._updates.close()
         self._updates = Updates(self.optimizer, self._named_parameters().values())
 
     def _step(self) -> bool:
+        """Do the work of `step`; return whether the pattern may have changed."""
         return False
 
     def _check_unfinished(self, call: str) -> None:
+        """Raise a BlockSparseError if `finish` was called before this call."""
         if self.finished:
             raise BlockSparseError(f"{call}() after finish(): use the model that finish returned, or make a new method")

@@ -71,11 +71,13 @@ def _accelerate_accumulates() -> bool:
 
 
 def _after_backward(updates: ref[Updates], *_: Any) -> None:
+    """Record a backward pass, unless the record is gone."""
     if (record := updates()) is not None:
         record._backward = True
 
 
 def _after_update(updates: ref[Updates], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Record an update, unless the optimizer skips it or the record is gone."""
     if (record := updates()) is not None and not was_skipped(optimizer):
         record._updated = True
         # Replays of a CUDA graph run no hooks.

@@ -128,6 +128,7 @@ def matrix_of(layout: BlockLayout) -> Any:
 
 
 def _undirected_graph(layout: BlockLayout, level: str) -> Graph:
+    """Build the graph of `graph_of`."""
     rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
     weights, loops = _weights(layout, level, 0), _loops(layout)
     if not _is_square(layout, level):
@@ -138,6 +139,7 @@ def _undirected_graph(layout: BlockLayout, level: str) -> Graph:
 
 
 def _is_square(layout: BlockLayout, level: str) -> bool:
+    """Check whether outputs and inputs are the same nodes."""
     sides = layout.grid if level == "block" else layout.shape
     return sides[0] == sides[1]
 

@@ -116,6 +116,7 @@ def _primitive_exponent(graph: Graph) -> int:
 
 
 def _check_strongly_connected(graph: Graph, layout: BlockLayout) -> None:
+    """Raise a BlockSparseError unless every unit has a path to every other."""
     from scipy.sparse import csgraph
 
     components = csgraph.connected_components(graph.adjacency, connection="strong", return_labels=False)

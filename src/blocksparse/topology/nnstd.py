@@ -151,6 +151,7 @@ def layers_of(net: Net) -> tuple[Layer, ...]:
 
 
 def _layer(module: BlockSparseModule) -> Layer:
+    """Return the layout and the padding masks of a module."""
     if module.used is None:
         return Layer(module.layout)
     out, in_ = module.used
@@ -181,6 +182,7 @@ def _units(first: Sequence[Layer], second: Sequence[Layer], level: str) -> list[
 
 
 def _sizes(layer: Layer, level: str) -> tuple[int, ...]:
+    """Return (out, in) of a layer in blocks, or in neurons without padding."""
     if level == "block":
         return layer.layout.grid
     return layer.layout.shape if layer.used is None else tuple(int(used.sum()) for used in layer.used)

@@ -80,10 +80,12 @@ class _Measure:
 
 
 def _steps_key(found: Summary, time: float) -> float:
+    """Return the steps to mix, infinite if some units never reach others."""
     return math.inf if found.steps_to_mix is None else found.steps_to_mix
 
 
 def _path_key(found: Summary, time: float) -> float:
+    """Return the mean path, infinite for disconnected graphs."""
     return math.inf if found.path_length is None or _is_disconnected(found) else found.path_length
 
 
@@ -263,6 +265,7 @@ def _candidates(nodes: int, target: float, seed: int) -> Iterator[tuple[str, dic
 
 
 def _build(pattern: str, features: int, block_size: int, options: dict[str, Any]) -> BlockLayout:
+    """Return the layout of a pattern with these options."""
     square = pattern in ("barabasi_albert", "watts_strogatz", "watts_strogatz_2d")
     return getattr(patterns, pattern)(features if square else (features, features), block_size, **options)
 

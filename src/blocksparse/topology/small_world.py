@@ -174,6 +174,7 @@ def _lattice(nodes: int, edges: int) -> Graph:
 
 
 def _graph_of_edges(nodes: int, edges: np.ndarray) -> Graph:
+    """Return the graph of edges, given as smaller end * nodes + larger end."""
     sparse = import_scipy_sparse()
     ends = np.divmod(edges, nodes)
     upper = sparse.csr_matrix((np.ones(edges.size), ends), shape=(nodes, nodes))

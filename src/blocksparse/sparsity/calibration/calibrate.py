@@ -150,6 +150,8 @@ class Call(tuple[Any, ...]):
 
 
 def _hook_of(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Return a forward pre-hook that calls the observer with a `Call`."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         bound.apply_defaults()  # otherwise positional arguments end at the first one that the caller omitted

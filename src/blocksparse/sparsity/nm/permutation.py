@@ -163,6 +163,7 @@ class _Search:
         self._refresh(torch.from_numpy(np.unique(places // self.m)).to(self.order.device))
 
     def _swap(self, a: int, b: int) -> None:
+        """Exchange the columns at two positions of the order."""
         order = self.order.view(-1)
         order[[a, b]] = order[[b, a]]
 

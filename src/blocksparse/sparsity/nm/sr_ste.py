@@ -135,6 +135,7 @@ class _MaskedWeight(nn.Module):
             self.mask = self._mask(weight)
 
     def _mask(self, weight: Tensor) -> Tensor:
+        """Return the N:M mask of a weight along its inputs."""
         if self.swapped:
             return nm_mask(weight.transpose(0, 1), self.n, self.m).transpose(0, 1)
         return nm_mask(weight, self.n, self.m)

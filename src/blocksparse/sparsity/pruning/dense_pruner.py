@@ -97,6 +97,7 @@ class DensePruner(TrainingMethod):
         return changed
 
     def _check_optimizer(self) -> None:
+        """Raise a BlockSparseError if the optimizer's state cannot follow the weights."""
         for name, dense in self.dense.items():
             check_optimizer(self.optimizer, dense, name, replaced=True)
 
@@ -170,6 +171,7 @@ class DensePruner(TrainingMethod):
         return self.dense
 
     def _check_end(self) -> None:
+        """Raise a BlockSparseError if the schedule has steps left."""
         if self.end is not None and self.calls < self.end:
             raise BlockSparseError(
                 f"finish() called after {self.calls} of {self.end} steps (end={self.end}): call finish(early=True) to "

@@ -32,6 +32,7 @@ class _MagnitudeSelection:
     scope: str
 
     def _configure(self, schedule: CubicSchedule, norm: str, scope: str, blocks: Mapping[str, Blocks]) -> None:
+        """Check and set the options of the selection."""
         check_norm(norm)
         check_density(schedule.density, blocks, scope)
         self.schedule, self.norm, self.scope = schedule, norm, scope

@@ -127,6 +127,7 @@ class GradientWatch:
 
     @torch.no_grad()
     def _backward(self, x: Tensor, pre_activation: Tensor, activation: str | None, grad: Tensor) -> None:
+        """Record a pass: the input of the layer, and its output gradient before the activation."""
         layer, grad = self.layer, grad.detach()
         if activation == "relu":  # the output has the same sign
             grad = torch.ops.aten.threshold_backward(grad, pre_activation, 0)

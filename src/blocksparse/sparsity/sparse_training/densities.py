@@ -90,5 +90,6 @@ def _grid_with_kernel(shape: Shape, block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _check_not_empty(density: float, grid: Sequence[int], shape: Shape) -> None:
+    """Raise a BlockSparseError if a layer would store no block."""
     if round(density * grid[0] * grid[1]) < 1:
         raise BlockSparseError.expected("density", f"one that leaves a layer {tuple(shape)} a block", f"{density:.3g}")

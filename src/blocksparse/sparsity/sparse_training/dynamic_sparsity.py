@@ -111,13 +111,16 @@ class DynamicSparsity(TrainingMethod):
             check_layouts(modules, group)
 
     def _reshard(self) -> None:
+        """Free the parameters that FSDP2 has gathered."""
         for root in self._roots:
             reshard(root)
 
     def _due(self, call: int) -> bool:
+        """Return whether this call changes layouts."""
         return call % self.every == 0 and self.begin <= call and (self.end is None or call < self.end)
 
     def _change_layouts(self) -> None:
+        """Change the layouts of all weights that are not frozen."""
         raise NotImplementedError
 
     def _trained_weights(self) -> Iterator[tuple[int, str, WeightHandle]]:

@@ -118,6 +118,7 @@ class RigL(DynamicSparsity):
             self._hook_optimizer()
 
     def _hook_optimizer(self) -> None:
+        """Call `_before_update` before each step of the optimizer."""
         if self.optimizer is not None:
             # A weak reference: the optimizer must not keep the method alive.
             unwrapped(self.optimizer).register_step_pre_hook(partial(_before_update, ref(self)))
@@ -167,6 +168,7 @@ class RigL(DynamicSparsity):
             self._drop_and_grow(weight, self._watches[i], self._tie_break(i))
 
     def _drop_and_grow(self, weight: WeightHandle, watch: GradientWatch, tie_break: partial[np.ndarray]) -> None:
+        """Drop the smallest blocks of one weight, and grow those with the largest gradients."""
         layout, part_layout = weight.layout, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys, columns = layout.keys_of_blocks(), layout.grid[1]
@@ -197,6 +199,7 @@ class RigL(DynamicSparsity):
 
 
 def _before_update(method: ref[RigL], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hook of the optimizer: clear gradients in an iteration that changes layouts."""
     rigl = method()
     if rigl is None or unwrapped(rigl.optimizer) is not optimizer or was_skipped(optimizer):
         return

@@ -89,6 +89,7 @@ class SET(DynamicSparsity):
                 self._evolve(weight, self._generator(i), self._tie_break(i))
 
     def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
+        """Drop the blocks nearest zero of one weight, and grow the same number at random places."""
         layout, lines = weight.layout, lines_of(weight)
         drop = nearest_zero(weight, self.zeta, self.norm, tie_break)
         count, keys = int(drop.sum()), layout.keys_of_blocks()[~drop]

@@ -84,6 +84,7 @@ class SGD(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, w: Tensor) -> Tensor:
+        """Return the momentum of a parameter, zeros at first."""
         state = self.state[w]
         buffer = state.get("momentum_buffer")
         if buffer is None:  # torch.optim.SGD without momentum saves None

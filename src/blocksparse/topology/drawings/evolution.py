@@ -63,6 +63,7 @@ def distance_map(
 
 
 def _map(figure: Any, axes: Any, distances: np.ndarray, labels: Sequence[str], groups: Sequence[str]) -> None:
+    """Draw the distances as an image with lines between groups."""
     image = axes.imshow(distances, cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, shrink=0.8, label="NNSTD")
     starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
@@ -78,6 +79,7 @@ def _map(figure: Any, axes: Any, distances: np.ndarray, labels: Sequence[str], g
 
 
 def _tree(axes: Any, distances: np.ndarray, labels: Sequence[str], colors: Sequence[str]) -> None:
+    """Draw the tree of the networks, with names in the colors of their groups."""
     from scipy.cluster import hierarchy
 
     unnamed = len(labels) > MAX_NAMED_LEAVES

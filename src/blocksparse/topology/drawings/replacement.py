@@ -119,6 +119,7 @@ def replacement(of: Replacement, path: str | Path, title: str) -> None:
 
 
 def _draw_weight(axes: Any, layout: BlockLayout | None, x: float, y: float, side: float) -> None:
+    """Draw a layout, or a full square if None, at a position with this side."""
     from matplotlib.patches import Rectangle
 
     if layout is None:
@@ -161,6 +162,7 @@ def _texts(of: Replacement) -> list[tuple[str, list[str]]]:
 
 
 def _percent_difference(weights: int, of: Replacement) -> str:
+    """Return how many percent more weights this is than the dense layer's, as text."""
     more = weights / of.dense_weights - 1
     return "" if abs(more) < 0.005 else f" ({more:+.0%})"
 

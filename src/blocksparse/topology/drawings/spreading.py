@@ -61,6 +61,7 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
 
 
 def _draw_frame(axes: Any, steps: np.ndarray, now: int, last: int) -> None:
+    """Draw the blocks reached after `now` steps, and the curve of their number."""
     grid, curve = axes
     grid.clear()
     reached = (steps >= 0) & (steps <= now)

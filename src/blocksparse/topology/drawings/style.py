@@ -103,4 +103,5 @@ def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
 
 
 def _missing_matplotlib(error: ImportError) -> BlockSparseError:
+    """Return the error that says how to install matplotlib."""
     return BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[lab]'")
