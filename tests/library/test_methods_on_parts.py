@@ -6,6 +6,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("any_backend")
 
@@ -35,10 +36,7 @@ def net(request):
 
 def train(model, x, optimizer, method, steps=6):
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        method.step()
+        update(optimizer, model(x).square().mean(), method)
 
 
 def is_as_densified(model, x):

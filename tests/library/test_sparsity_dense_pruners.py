@@ -15,6 +15,7 @@ from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity.pruning.schedule import CubicSchedule
 from blocksparse.sparsity.selection import dense_norms, top_blocks
 from blocksparse.surgery.prunable import prunable
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,9 +94,7 @@ def train(model, optimizer, method, x, steps=STEPS, after=None):
         loss = nn.functional.cross_entropy(model(x), labels)
         if method is not None and hasattr(method, "penalty") and getattr(method, "mode", "") != "proximal":
             loss = loss + method.penalty()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
         if method is not None:
             method.step()
             if after is not None:

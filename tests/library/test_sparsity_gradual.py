@@ -7,15 +7,14 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.sparsity import GradualPruning
 from blocksparse.sparsity.selection import dense_norms
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(model, optimizer, method, steps, each):
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, model[0].in_features)).square().sum().backward()
-        optimizer.step()
+        update(optimizer, model(torch.randn(8, model[0].in_features)).square().sum())
         each(method.step())
 
 

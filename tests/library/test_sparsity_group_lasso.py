@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from blocksparse.sparsity import GroupLasso
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,10 +70,7 @@ def test_it_converges_to_the_optimum():
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.2)
     method = GroupLasso(layer, optimizer, strength, block_size=(2, 4))
     for _ in range(400):
-        optimizer.zero_grad()
-        (0.5 * (layer(x) - target).square().sum() / 200).backward()
-        optimizer.step()
-        method.step()
+        update(optimizer, 0.5 * (layer(x) - target).square().sum() / 200, method)
     optimizer.zero_grad()
     (0.5 * (layer(x) - target).square().sum() / 200).backward()
     grad, weight = (t.view(4, 2, 3, 4).transpose(1, 2).flatten(2) for t in (layer.weight.grad, layer.weight.detach()))

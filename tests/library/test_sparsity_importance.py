@@ -7,15 +7,14 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse_lab.models.mlp import SparseMLP
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(model, optimizer, x):
     for _ in range(2):
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
+        update(optimizer, model(x).square().sum())
 
 
 # -- pruning ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 
 from blocksparse.sparsity import L0Gates
 from blocksparse.sparsity.pruning.l0 import final_gate, open_probability, sampled_gate
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,10 +126,7 @@ def test_it_learns_which_inputs_matter():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     method = L0Gates(model, optimizer, strength=1.0, samples=500, lr=0.1, block_size=(6, 1))
     for _ in range(150):
-        optimizer.zero_grad()
-        ((model(x) - target).square().mean() + 5 * method.penalty()).backward()
-        optimizer.step()
-        method.step()
+        update(optimizer, (model(x) - target).square().mean() + 5 * method.penalty(), method)
     assert method.layouts()["weight"].mask().int().tolist() == [[1] * 4 + [0] * 16]
 
 

@@ -16,6 +16,7 @@ from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsit
 from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.sparsity.training_method import TrainingMethod
 from blocksparse.surgery.weight_handle import handle_of
+from loops import update
 
 
 def dense():
@@ -66,10 +67,8 @@ def train(model, optimizer, method, first, last):
     for t in range(first, last):
         torch.manual_seed(t)  # L0 draws its gates
         x = torch.randn(8, 16)
-        optimizer.zero_grad()
         loss = model(x).square().mean() + (method.penalty() if hasattr(method, "penalty") else 0)
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
         assert isinstance(method.step(), bool)
 
 

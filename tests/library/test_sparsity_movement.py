@@ -9,6 +9,7 @@ from torch import nn
 from blocksparse.sparsity import MovementPruning
 from blocksparse.sparsity.pruning.movement import StraightThrough
 from blocksparse.surgery.prunable import prunable
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,9 +66,7 @@ def test_schedule_and_choice():
     method = MovementPruning(model, optimizer, 0.3, begin=2, end=10, every=2, lr=0.05, block_size=4, keep_lines=False)
     x, counts, due, masks = torch.randn(16, 24), [], [], []
     for _ in range(14):
-        optimizer.zero_grad()
-        (model(x) - x[:, :12]).square().mean().backward()
-        optimizer.step()
+        update(optimizer, (model(x) - x[:, :12]).square().mean())
         due.append(method.step())
         layouts = method.layouts()
         counts.append(sum(layout.nnz for layout in layouts.values()))
@@ -90,10 +89,7 @@ def test_weights_that_move_away_from_zero_are_kept():
     method = MovementPruning(layer, optimizer, 0.5, begin=4, end=5, block_size=4, lr=1.0)
     wanted = torch.cat([torch.full((4, 4), 0.5), torch.full((4, 4), 0.4)], 1)
     for _ in range(5):
-        optimizer.zero_grad()
-        (layer.weight - wanted).square().sum().backward()
-        optimizer.step()
-        method.step()
+        update(optimizer, (layer.weight - wanted).square().sum(), method)
     assert method.finish().layout.mask().tolist() == [[False, True]]
 
 

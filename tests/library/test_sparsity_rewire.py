@@ -9,6 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import blocksparse as bs
 from blocksparse.sparsity.selection import mark_smallest
 from blocksparse.sparsity.sparse_training.growth import draw_unused
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,10 +35,8 @@ def layers():
 
 def trained(model, x, optimizer, steps=2):
     for _ in range(steps):
-        optimizer.zero_grad()
         y = model(x)
-        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
-        optimizer.step()
+        update(optimizer, (y[0] if isinstance(y, tuple) else y).square().sum())
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -131,9 +130,7 @@ def test_sync_ema_follows_the_model():
     method = bs.sparsity.SET(model, optimizer, 0.4, every=2, on_layout_change=on_layout_change)
     expected, first = bs.to_dense(layer.values.detach(), layer.layout).double(), True
     for step in range(6):
-        optimizer.zero_grad()
-        model[2](layer(x)).square().mean().backward()
-        optimizer.step()
+        update(optimizer, model[2](layer(x)).square().mean())
         mean.update_parameters(model)
         dense = bs.to_dense(layer.values.detach(), layer.layout).double()
         expected = dense if first else decay * expected + (1 - decay) * dense

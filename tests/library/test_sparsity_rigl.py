@@ -19,6 +19,7 @@ from blocksparse.sparsity.sparse_training.dense_gradient import (
     gradient_norms,
     largest_norms,
 )
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,10 +141,7 @@ def test_convolutions_grow_where_their_gradient_is():
     method = bs.sparsity.RigL(model, optimizer, end=10, every=2, alpha=1.0, skip="0", keep_lines=False)
     layouts = {model[1].layout}
     for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-        optimizer.step()
-        method.step()
+        update(optimizer, model(torch.randn(2, 3, 8, 8)).square().mean(), method)
         layouts.add(model[1].layout)
     assert len(layouts) == 4
     assert {layout.nnz for layout in layouts} == {4}
@@ -284,9 +282,7 @@ def test_a_step_without_a_gradient():
 
 
 def an_iteration(layer, optimizer):
-    optimizer.zero_grad()
-    layer(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))).square().sum().backward()
-    optimizer.step()
+    update(optimizer, layer(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))).square().sum())
 
 
 def test_no_weight_moves_when_the_layout_changes():

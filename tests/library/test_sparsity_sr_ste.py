@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from loops import update
 
 nm_mask = bs.sparsity.nm_mask
 
@@ -45,9 +46,7 @@ def test_a_step_of_training_by_hand():
     method = bs.sparsity.SRSTE(layer, decay=decay)
     w, x = layer.parametrizations.weight.original.detach().clone(), torch.randn(4, 8).double()
     for _ in range(3):
-        optimizer.zero_grad()
-        layer(x).square().sum().backward()
-        optimizer.step()
+        update(optimizer, layer(x).square().sum())
         mask = nm_mask(w)
         w = w - lr * (2 * (x @ (w * mask).T).T @ x + decay * w * ~mask)
     method.finish()
@@ -63,9 +62,7 @@ def test_a_whole_model():
     assert method.weights == ("1.weight", "2.weight", "4.weight")
     assert method.left == {"0.weight": "3 inputs are no multiple of 4"}
     for _ in range(3):
-        optimizer.zero_grad()
-        net(x).square().sum().backward()
-        optimizer.step()
+        update(optimizer, net(x).square().sum())
     expected = net(x)
     method.finish()
     torch.testing.assert_close(net(x), expected)

@@ -8,6 +8,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.sparsity import GroupLasso, ThresholdPruning, percentiles
 from blocksparse.sparsity.pruning.schedule import Ramp
+from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,11 +101,7 @@ def test_with_the_penalty_of_group_lasso():
     method = ThresholdPruning(model, optimizer, 0.12, begin=1, ramp=10, end=30, every=5, block_size=4)
     x = torch.randn(6, 8, 12, dtype=torch.float64)
     for _ in range(30):
-        optimizer.zero_grad()
-        ((model(x)[0][..., :12] - 0.5 * x).square().mean() + lasso.penalty()).backward()
-        optimizer.step()
-        lasso.step()
-        method.step()
+        update(optimizer, (model(x)[0][..., :12] - 0.5 * x).square().mean() + lasso.penalty(), lasso, method)
     before = model(x)[0]
     assert 0 < method.density < 0.9
     model = method.finish()
