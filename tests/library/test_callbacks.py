@@ -282,7 +282,7 @@ def test_averages_of_lightning_are_refused_where_they_would_mix_blocks(name):
                 enable_progress_bar=False, enable_model_summary=False,
             ).fit(Lit(model), torch.utils.data.DataLoader(data(), batch_size=4))  # fmt: skip
 
-    message = "moves blocks. Average by" if name == "SET" else "put EMAWeightAveraging before SparsityCallback"
+    message = "moves blocks. Use torch" if name == "SET" else "put EMAWeightAveraging before SparsityCallback"
     with pytest.raises(bs.BlockSparseError, match=message):
         fit(callback, EMAWeightAveraging(decay=0.9))
     if name == "GradualPruning":
@@ -465,7 +465,7 @@ def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
         ((), "methods: expected methods of blocksparse.sparsity"),
         ((3,), "methods: expected methods of blocksparse.sparsity.*got int"),
         ((lambda model, optimizer: 3,), "functions that return a method, got int"),
-        ((lambda model, optimizer: bs.sparsity.L0Gates(model, optimizer, samples=9, block_size=8),), "made before"),
+        ((lambda model, optimizer: bs.sparsity.L0Gates(model, optimizer, samples=9, block_size=8),), "make it before"),
     ],
     ids=["none", "int", "makes an int", "makes gates"],
 )

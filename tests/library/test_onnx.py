@@ -128,7 +128,7 @@ def test_what_cannot_be_exported_is_said(model, message, tmp_path):
 
 def test_layers_in_8_bits_are_refused(tmp_path):
     small = bs.quantize(nn.Sequential(bs.nn.Linear(16, 32, density=0.5, block_size=8)))
-    with pytest.raises(bs.BlockSparseError, match=r"model: expected float layers, .* got 8 bits in 0"):
+    with pytest.raises(bs.BlockSparseError, match=r"model: layers in 8 bits cannot be exported to ONNX .0."):
         bs.export_onnx(small, torch.randn(2, 16), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -141,7 +141,7 @@ def test_a_packed_sequence_is_refused(tmp_path):
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
 def test_without_the_packages_the_message_says_what_to_install(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(bs.BlockSparseError, match=f"{missing}: expected it installed.*pip install onnx onnxscript"):
+    with pytest.raises(bs.BlockSparseError, match=f"ONNX files need {missing}: pip install onnx onnxscript"):
         bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx")
 
 
@@ -153,7 +153,7 @@ def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
             return [result + 1 for result in super().run(*args)]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Off)
-    with pytest.raises(bs.BlockSparseError, match=r"expected the results of the model.*output 0 off by"):
+    with pytest.raises(bs.BlockSparseError, match=r"expected the results of the model.*in output 0"):
         bs.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
 

@@ -1,7 +1,7 @@
-"""Other libraries: transformers, Lightning, ONNX. None of them is imported before it is used.
+"""Integrations with transformers, Lightning and ONNX; none of them is imported before it is used.
 
-Models of the transformers library need no call: once `blocksparse` is imported, `save_pretrained` of a sparsified one
-writes which weights are block-sparse into its config.json, and `from_pretrained` makes it so again.
+Models of the transformers library need no call: once `blocksparse` is imported, `save_pretrained` of a sparsified model
+lists its block-sparse weights in config.json, and `from_pretrained` loads them again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .onnx import export_onnx
 
 __all__ = ["export_onnx"]
 
-# Has `from_pretrained`, and has imported what our method is to be registered with.
+# This module has `from_pretrained`; when it is imported, our format can be registered.
 _MODELS = "transformers.modeling_utils"
 
 
 def _register() -> Any:
-    """Our module for models of transformers; None with a version of it that nothing can be registered with.
+    """Import our module for transformers; return None if the installed version cannot register formats.
 
-    Such a version says itself, in `from_pretrained`, that it does not know our method.
+    `from_pretrained` of such a version raises an error that it does not know our format.
     """
     try:
         return importlib.import_module("blocksparse.integrations.pretrained")
@@ -33,7 +33,7 @@ def _register() -> Any:
         return None
 
 
-def _tell_transformers(model: nn.Module) -> None:
+def _attach_to_transformers(model: nn.Module) -> None:
     kind = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     if kind is not None and any(isinstance(module, kind) for module in model.modules()):
         ours = _register()
@@ -42,7 +42,7 @@ def _tell_transformers(model: nn.Module) -> None:
 
 
 when_imported(_MODELS, lambda module: _register())
-after_replacing.append(_tell_transformers)
+after_replacing.append(_attach_to_transformers)
 
 
 def __dir__() -> list[str]:

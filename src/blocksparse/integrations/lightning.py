@@ -1,4 +1,4 @@
-"""Lightning: the methods of `blocksparse.sparsity` as a callback."""
+"""A Lightning callback that calls methods of `blocksparse.sparsity`."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from .methods import Maker, Methods
 
 __all__ = ["SparsityCallback"]
 
-# Lightning's callbacks that average weights.
-AVERAGES = "WeightAveraging", "StochasticWeightAveraging"
+# Callbacks of Lightning that average weights.
+AVERAGING_CALLBACKS = "WeightAveraging", "StochasticWeightAveraging"
 
 
 class SparsityCallback(Callback):
-    """Calls methods of `blocksparse.sparsity` after each update of the optimizer; their state is in the checkpoints.
+    """A callback that calls methods after each optimizer update and stores their state in checkpoints.
 
-    A penalty, which a method may have, joins the loss by its gradient. Gradients may be accumulated; updates that a
-    GradScaler skips do not count; optimization may be manual.
+    If a method has a penalty, its gradient is added. Gradients may be accumulated, optimization may be manual, and
+    updates that a GradScaler skips do not count.
 
     Args:
-        methods: each a function of the model and its optimizer that makes one when training begins, or a method that
-            was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
-            to be, without an optimizer. A callback of functions may serve several runs: it makes methods for each
-            model, and those of an earlier run of the same model continue.
-        finish: whether pruning methods make the weights block-sparse when training is over. If it ends before their
-            schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to finish it. With
-            False nothing is finished, and another run can continue.
+        methods: functions that take the model and its optimizer and return a method when training begins, or methods
+            made earlier. L0Gates, MovementPruning and SRSTE change the names of parameters, so they must be made
+            earlier, without an optimizer. With functions, a callback can serve several runs: it makes methods for each
+            new model, and the methods of the same model continue.
+        finish: whether pruning methods make the weights block-sparse at the end of training (default True). If training
+            ends before their schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to
+            finish it. With False, another run can continue.
 
     Raises:
-        BlockSparseError: methods for a second model; neither methods nor functions; more optimizers than one; a
-            callback of Lightning that averages weights while blocks move, or behind this one.
+        BlockSparseError: methods (not functions) for a second model; other arguments; several optimizers; a Lightning
+            callback that averages weights while blocks move, or after this one.
 
     Example:
         >>> import blocksparse as bs
@@ -57,8 +57,8 @@ class SparsityCallback(Callback):
 
     @property
     def methods(self) -> list[TrainingMethod]:
-        """The methods, once training has begun."""
-        return self._methods.made
+        """The methods, after training has begun."""
+        return self._methods.methods
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if len(trainer.optimizers) != 1:
@@ -70,26 +70,26 @@ class SparsityCallback(Callback):
             self._loaded = None
 
     def _check_averages(self, callbacks: Sequence[Any]) -> None:
-        """Raises a BlockSparseError for callbacks that would average weights of blocks at different places."""
+        """Raise a BlockSparseError for callbacks that would average blocks of different positions."""
         for position, callback in enumerate(callbacks):
-            if not any(kind.__name__ in AVERAGES for kind in type(callback).__mro__):
+            if not any(kind.__name__ in AVERAGING_CALLBACKS for kind in type(callback).__mro__):
                 continue
             name = type(callback).__name__
             for method in self.methods:
                 if isinstance(method, DynamicSparsity):
                     raise BlockSparseError(
-                        f"callbacks: {name} averages weights by their positions, and {type(method).__name__} moves "
-                        "blocks. Average by torch.optim.swa_utils.AveragedModel instead, with "
-                        "on_layout_change=blocksparse.sparsity.sync_ema(model, averaged) of the method"
+                        f"callbacks: {name} averages weights by position, but {type(method).__name__} moves blocks. "
+                        "Use torch.optim.swa_utils.AveragedModel instead, and give the method "
+                        "on_layout_change=blocksparse.sparsity.sync_ema(model, averaged)"
                     )
             if position > callbacks.index(self):
                 raise BlockSparseError(
-                    f"callbacks: put {name} before SparsityCallback, which makes the weights smaller when training ends"
+                    f"callbacks: put {name} before SparsityCallback, which changes shapes of weights when training ends"
                 )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self._methods.add_penalties()  # gradients are unscaled here, and not clipped yet
-        # Lightning computes the gradients within the step, but where it scales the loss.
+        self._methods.add_penalties()  # gradients are unscaled here, but not clipped yet
+        # Without loss scaling, Lightning computes the gradients inside the optimizer's step.
         if pl_module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is None:
             self._methods.hold_weights()
 

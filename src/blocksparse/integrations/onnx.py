@@ -1,4 +1,4 @@
-"""ONNX files of block-sparse models: ONNX has no block-sparse product, so weights are dense there, with zeros."""
+"""Exports models to ONNX, which has no block-sparse product: weights are stored dense, with zeros."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
 from ..surgery.replace import replace_modules
 
-# Of the weights' bytes: a larger file than 2 GiB cannot hold them, and they go into a second one next to it.
-LARGEST = 3 << 29
-# The versions of operators that PyTorch's exporter writes, or converts to.
+# An ONNX file holds at most 2 GiB; if the weights have more bytes than this, they go into a second file.
+MAX_IN_FILE = 3 << 29
+# The operator set versions that PyTorch's exporter can write.
 OPSETS = range(18, 24)
 
-# PyTorch's modules by ONNX's operator, with the order of its gates, and what says that they compute the same.
+# The ONNX operator of each module, the order of its gates, and the attributes that make it compute the same.
 RECURRENT: dict[type[nn.Module], tuple[str, tuple[int, ...], dict[str, Any]]] = {
     nn.LSTM: ("LSTM", (0, 3, 1, 2), {}),
     nn.GRU: ("GRU", (1, 0, 2), {"linear_before_reset": 1}),
@@ -48,29 +48,29 @@ def export_onnx(
     opset: int | None = None,
     check: bool = True,
 ) -> Path:
-    """Writes a model, block-sparse or not, as an ONNX file that any ONNX runtime takes.
+    """Write a model, block-sparse or not, as an ONNX file that any ONNX runtime can run.
 
-    The file has the weights of `densify`: it computes the same as the model, in evaluation mode, at the cost of a dense
-    one. Recurrent layers become ONNX's LSTM, GRU and RNN, of any number of time steps. The model stays as it is.
+    The file has the weights of `densify`: it computes the same as the model in evaluation mode, at the cost of a dense
+    model. Recurrent layers become ONNX's LSTM, GRU and RNN, for any number of time steps. The model stays as it is.
 
     Args:
-        model: any module that `torch.onnx.export` takes once it is dense.
+        model: any module that `torch.onnx.export` accepts once it is dense.
         args: inputs to trace it with: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        file: the path to write; of weights above 1.5 GiB these are in a second file, `file.data`.
-        dynamic_shapes: which sizes may change, as for `torch.export.export`: `({0: "batch", 1: "time"},)` says it of
-            two axes of the first argument. None: the sizes are those of `args`.
-        input_names, output_names: in the file.
-        opset: the version of ONNX's operators in the file, 18 to 23; by default the one that PyTorch writes.
-        check: whether, where onnxruntime is installed, the file is run on `args` and compared with the model. bfloat16
-            is not compared, which onnxruntime does not run on CPUs.
+        file: the path to write. Weights above 1.5 GiB go into a second file, `file.data`.
+        dynamic_shapes: the sizes that may change, as for `torch.export.export`; `({0: "batch", 1: "time"},)` names two
+            axes of the first argument. By default the sizes are those of `args`.
+        input_names, output_names: names in the file.
+        opset: the version of ONNX's operators in the file, 18 to 23 (default: the one that PyTorch writes).
+        check: whether to run the file on `args` and compare it with the model, if onnxruntime is installed (default
+            True). bfloat16 is not compared, as onnxruntime does not run it on CPUs.
 
     Returns:
-        The file. A SparsityWarning gives its size, where block-sparse weights are dense in it.
+        The path. A SparsityWarning reports the file's size if block-sparse weights are dense in it.
 
     Raises:
-        BlockSparseError: onnx and onnxscript are not installed, a module that has no counterpart in ONNX
-            (MultiplicativeLSTM, SmallWorldLSTM, projections of LSTMs, packed sequences, layers in 8 bits), a model that
-            PyTorch cannot export, results of the file that differ, which is removed then.
+        BlockSparseError: onnx or onnxscript is not installed; a module without a counterpart in ONNX
+            (MultiplicativeLSTM, SmallWorldLSTM, LSTMs with projections, packed sequences, layers in 8 bits); a model
+            that PyTorch cannot export; a file that computes something else, which is then removed.
 
     Example:
         bs.export_onnx(sparse, torch.randn(1, 256), "model.onnx", dynamic_shapes=({0: "batch"},))
@@ -81,19 +81,19 @@ def export_onnx(
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise BlockSparseError.expected(
-                name, "it installed, to write ONNX files: pip install onnx onnxscript", error
-            ) from error
+            raise BlockSparseError(f"ONNX files need {name}: pip install onnx onnxscript ({error})") from error
     path = path_of("file", file)
     if opset is not None and not (is_int(opset) and opset in OPSETS):
-        wanted = f"an int from {OPSETS.start} to {OPSETS.stop - 1}, or None for the one that PyTorch writes"
-        raise BlockSparseError.expected("opset", wanted, repr(opset))
-    if small := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
-        expected = "float layers, as an ONNX file of ours has them: export the model before blocksparse.quantize"
-        raise BlockSparseError.expected("model", expected, f"8 bits in {', '.join(small[:3])}")
+        expected = f"an int from {OPSETS.start} to {OPSETS.stop - 1}, or None for the one that PyTorch writes"
+        raise BlockSparseError.expected("opset", expected, repr(opset))
+    if quantized := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
+        raise BlockSparseError(
+            f"model: layers in 8 bits cannot be exported to ONNX ({', '.join(quantized[:3])}): export the model before "
+            "blocksparse.quantize"
+        )
     positional = () if isinstance(args, Mapping) else args if isinstance(args, tuple) else (args,)
     named = dict(args) if isinstance(args, Mapping) else {}
-    # The exporter takes two arguments that are one tensor for one input.
+    # The exporter would merge two arguments that are the same tensor into one input.
     positional, named = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (positional, named))
     dense = _exportable(densify(model).eval())
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*dense.parameters(), *dense.buffers()))
@@ -101,19 +101,19 @@ def export_onnx(
         with _quiet(), torch.no_grad():
             torch.onnx.export(
                 dense, positional, str(path), kwargs=named, dynamo=True, dynamic_shapes=dynamic_shapes,
-                input_names=input_names, output_names=output_names, external_data=size > LARGEST, verbose=False,
+                input_names=input_names, output_names=output_names, external_data=size > MAX_IN_FILE, verbose=False,
                 opset_version=opset,
             )  # fmt: skip
     except BlockSparseError:
         raise
-    except Exception as error:  # of many kinds, by what the model does
+    except Exception as error:  # the exporter and the model may raise anything
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         if isinstance(cause, BlockSparseError):
             raise cause from error
-        said = f"{type(cause).__name__}: {str(cause).strip()}"
-        raise BlockSparseError.expected("model", "one that torch.onnx.export takes", said[:500]) from error
+        got = f"{type(cause).__name__}: {str(cause).strip()}"
+        raise BlockSparseError.expected("model", "a model that torch.onnx.export accepts", got[:500]) from error
     if check:
         try:
             _check(path, model, positional, named)
@@ -126,7 +126,7 @@ def export_onnx(
 
 
 def _warn_of_dense_weights(model: nn.Module, path: Path) -> None:
-    """Warns where the file has dense weights for block-sparse ones, with its size."""
+    """Warn, with the file's size, if block-sparse weights are dense in it."""
     sparse = {id(module): module for module in model.modules() if isinstance(module, BlockSparseModule)}
     stored = sum(module.values.nbytes for module in sparse.values())
     dense = sum(module.weight.nbytes for module in sparse.values())
@@ -134,9 +134,9 @@ def _warn_of_dense_weights(model: nn.Module, path: Path) -> None:
         files = [each for each in (path, path.with_name(path.name + ".data")) if each.exists()]
         size = sum(each.stat().st_size for each in files)
         warnings.warn(
-            f"{path} stores dense weights, with zeros where no block is: {size / 1e6:.3g} MB. The block-sparse weights "
-            f"take {dense / 1e6:.3g} MB of it, in place of {stored / 1e6:.3g} MB, and the time of dense ones. To run "
-            "them sparse, deploy the model itself, or torch.export's program of it",
+            f"{path} stores dense weights, with zeros for absent blocks: {size / 1e6:.3g} MB. The block-sparse weights "
+            f"take {dense / 1e6:.3g} MB of it instead of {stored / 1e6:.3g} MB, and run as slowly as dense ones. To "
+            "run them sparse, deploy the model itself, or its torch.export program",
             SparsityWarning,
             stacklevel=3,
         )
@@ -144,7 +144,7 @@ def _warn_of_dense_weights(model: nn.Module, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's talk of packages it could use and of its own deprecations."""
+    """Silence the exporter's messages about optional packages and its own deprecations."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _exportable(model: nn.Module) -> nn.Module:
-    """The dense model with recurrent layers that can be exported."""
+    """Replace recurrent layers of a dense model by ones that can be exported."""
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
         kind: Any = nn.LSTM if type(module) is LSTM else type(module)
@@ -170,7 +170,7 @@ def _exportable(model: nn.Module) -> nn.Module:
 
 
 class _Recurrent(nn.Module):
-    """A recurrent layer as operators of ONNX: it computes nothing but while it is exported."""
+    """A recurrent layer as ONNX operators, for the export only."""
 
     def __init__(self, module: Any, kind: type[nn.Module]):
         super().__init__()
@@ -204,11 +204,11 @@ class _Recurrent(nn.Module):
         steps, batch, directions = x.shape[0], x.shape[1], len(self.suffixes)
         has_cell = self.operator == "LSTM"
         shape = directions * self.layers, batch, self.size
-        given = hx if isinstance(hx, tuple) else (hx,)
+        initial = hx if isinstance(hx, tuple) else (hx,)
         if hx is None:
             states = [x.new_zeros(shape) for _ in range(1 + has_cell)]
         else:
-            states = [state.unsqueeze(1) if single else state for state in given]
+            states = [state.unsqueeze(1) if single else state for state in initial]
         finals: list[list[Tensor]] = []
         for layer in range(self.layers):
             weights = [getattr(self, f"{letter}{layer}") for letter in "WRB"]
@@ -232,7 +232,7 @@ class _Recurrent(nn.Module):
 
 
 def _check(path: Path, model: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Compares what the file computes with what the model does, where onnxruntime is installed."""
+    """Compare the results of the file and of the model, if onnxruntime is installed."""
     leaves = torch.utils._pytree.tree_leaves
     inputs = [leaf for leaf in leaves((positional, dict(named))) if isinstance(leaf, Tensor)]
     tensors = (*inputs, *model.parameters())
@@ -243,10 +243,10 @@ def _check(path: Path, model: nn.Module, positional: tuple[Any, ...], named: Map
     except ImportError:
         return
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [taken.name for taken in session.get_inputs()]
+    names = [each.name for each in session.get_inputs()]
     if len(names) != len(inputs):
-        wanted = f"as many inputs as there are tensors in args, {len(inputs)}, to check it (or check=False)"
-        raise BlockSparseError.expected(str(path), wanted, len(names))
+        expected_count = f"{len(inputs)} inputs, one for each tensor in args (or pass check=False)"
+        raise BlockSparseError.expected(str(path), expected_count, len(names))
     results = session.run(None, {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)})
     training = {module: module.training for module in model.modules()}
     try:
@@ -260,6 +260,5 @@ def _check(path: Path, model: nn.Module, positional: tuple[Any, ...], named: Map
         ours, theirs = ours.double().cpu(), theirs.double()
         error = float((ours - theirs).norm() / ours.norm().clamp(min=1e-9)) if ours.shape == theirs.shape else math.inf
         if not error <= limit:
-            raise BlockSparseError.expected(
-                str(path), f"the results of the model, within {limit:g}", f"output {at} off by {error:.2g}"
-            )
+            got = f"a relative error of {error:.2g} in output {at}"
+            raise BlockSparseError.expected(str(path), f"the results of the model, within {limit:g}", got)

@@ -1,4 +1,4 @@
-"""The transformers library: the methods of `blocksparse.sparsity` in its Trainer, and what its models are told."""
+"""A callback of transformers' Trainer that calls methods of `blocksparse.sparsity`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ __all__ = ["BlockSparseConfig", "SparsityCallback", "attach"]
 
 
 class SparsityCallback(TrainerCallback):
-    """Calls methods of `blocksparse.sparsity` after each update of the Trainer's optimizer.
+    """A callback that calls methods after each update of the Trainer's optimizer.
 
-    Their state is written into the Trainer's checkpoints, with the model's. With `load_best_model_at_end`, the state of
-    the best checkpoint is loaded too. A penalty, which a method may have, joins the loss by its gradient, after
-    gradients were clipped.
+    Their state is saved in the Trainer's checkpoints. With `load_best_model_at_end`, the state of the best checkpoint
+    is loaded, too. If a method has a penalty, its gradient is added after gradients are clipped.
 
     Args:
-        methods: each a function of the model and its optimizer that makes one when training begins, or a method that
-            was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
-            to be, without an optimizer. A callback of functions may serve several runs: it makes methods for each
-            model, and those of an earlier run of the same model continue.
-        finish: whether pruning methods make the weights block-sparse when training is over. If it ends before their
-            schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to finish it. With
-            False nothing is finished, and another run can continue.
+        methods: functions that take the model and its optimizer and return a method when training begins, or methods
+            made earlier. L0Gates, MovementPruning and SRSTE change the names of parameters, so they must be made
+            earlier, without an optimizer. With functions, a callback can serve several runs: it makes methods for each
+            new model, and the methods of the same model continue.
+        finish: whether pruning methods make the weights block-sparse at the end of training (default True). If training
+            ends before their schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to
+            finish it. With False, another run can continue.
 
     Raises:
-        BlockSparseError: methods for a second model; neither methods nor functions.
+        BlockSparseError: methods (not functions) for a second model, or other arguments.
 
     Example:
         >>> import blocksparse as bs
@@ -50,14 +49,14 @@ class SparsityCallback(TrainerCallback):
 
     @property
     def methods(self) -> list[TrainingMethod]:
-        """The methods, once training has begun."""
-        return self._methods.made
+        """The methods, after training has begun."""
+        return self._methods.methods
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._methods.begin(kwargs["model"], kwargs["optimizer"])
         if state.global_step:
-            given = args.resume_from_checkpoint
-            self.load(given if isinstance(given, str) else _checkpoint_folder(args, state))
+            checkpoint_folder = args.resume_from_checkpoint
+            self.load(checkpoint_folder if isinstance(checkpoint_folder, str) else _checkpoint_folder(args, state))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         scaler = getattr(kwargs["optimizer"], "scaler", None)
@@ -79,10 +78,10 @@ class SparsityCallback(TrainerCallback):
             self._methods.finish()
 
     def load(self, folder: str) -> None:
-        """Loads the state of the methods from a checkpoint's folder; the Trainer finds the one it resumes from.
+        """Load the state of the methods from a checkpoint's folder.
 
         Raises:
-            BlockSparseError: no such file, or that of other methods.
+            BlockSparseError: a missing file, or the state of other methods.
         """
         self._methods.load_state_dict(checkpoint.load(os.path.join(folder, self.FILE))[0])
 
