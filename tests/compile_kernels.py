@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,16 @@ class Case:
 def cases(gpu: Gpu, extent: str) -> list[Case]:
     """The cases to compile for this GPU."""
     if extent == "few":
-        found = [
-            Case(pass_, *which, 8192)
-            for pass_ in tiles.PASSES
-            for which in (("bfloat16", (32, 32)), ("tf32", (16, 16)))
-            if which[0] == "bfloat16" or pass_ == "forward"
-        ]
-        found += [Case("forward", "float16", (24, 40), 64), Case("dgrad", "float64", (32, 32), 64)]
-        found += [Case("forward", "float32", (8, 8), 16), Case("wgrad", "float16", (128, 128), 16)]
-        found += [
+        return [
+            *(Case(pass_, "bfloat16", (32, 32), 8192) for pass_ in tiles.PASSES),
+            Case("forward", "tf32", (16, 16), 8192),
+            Case("forward", "float16", (24, 40), 64),
+            Case("dgrad", "float64", (32, 32), 64),
+            Case("forward", "float32", (8, 8), 16),
+            Case("wgrad", "float16", (128, 128), 16),
             Case("forward", "bfloat16", (32, 32), 16, split=True, activation="gelu"),
             _paired("bfloat16", (32, 32), gpu),
         ]
-        return found
     if extent == "all":
         grid = itertools.product(tiles.PASSES, DTYPES, BLOCKS, TOKENS)
         found = [Case(*point, activation="gelu" if point[0] == "forward" else None) for point in grid]
@@ -94,9 +92,8 @@ def cases(gpu: Gpu, extent: str) -> list[Case]:
         found = [Case(*point) for point in grid]
         found += [Case(pass_, dtype, (32, 32), n) for pass_ in tiles.PASSES for dtype in DTYPES for n in (64, 8192)]
         found += [Case(pass_, "bfloat16", block, 8192) for pass_ in tiles.PASSES for block in BLOCKS[5:]]
-        found += [
-            Case("forward", dtype, (32, 32), 16, split=True, activation="gelu") for dtype in ("bfloat16", "float64")
-        ]
+        long_rows = Case("forward", "bfloat16", (32, 32), 16, split=True, activation="gelu")
+        found += [long_rows, replace(long_rows, dtype="float64")]
     found += [Case("forward", "bfloat16", (128, 128), 8192, activation=name) for name in ("relu", "gelu", "silu")]
     found += [_paired(*which, gpu) for which in itertools.product(("bfloat16", "tf32"), ((16, 16), (32, 32)))]
     for work, tile in shipped(gpu):
@@ -230,6 +227,10 @@ class Launch:
         return f"{self.kernel.__name__} {specialization} {options}"
 
 
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Device:
     """A GPU that is not here: launches on it are recorded, to be compiled."""
 
@@ -292,10 +293,8 @@ class Device:
 
         dtype = getattr(torch, case.dtype)
 
-        def made(features: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(case.rows, features, dtype=dtype, device="meta")
-
-        one, all_four, c = made(case.hidden), made(4 * case.hidden), made(case.hidden, SUM_DTYPES[dtype])
+        made = partial(_meta, case.rows, dtype=dtype)
+        one, all_four, c = made(case.hidden), made(4 * case.hidden), made(case.hidden, dtype=SUM_DTYPES[dtype])
         add, gain, grad, grad_c = (all_four, all_four[0], one, c) if case.everything else (None, None, None, None)
         self.launches.clear()
         gates.forward(all_four, add, gain, c, h_out=one, c_out=c, gates_out=add)
@@ -312,11 +311,9 @@ class Device:
         layout = bs.BlockLayout(np.tile(blocks, (4, 1)), case.block)
         dtype = getattr(torch, case.dtype)
 
-        def made(features: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(case.rows, features, dtype=dtype, device="meta")
-
+        made = partial(_meta, case.rows, dtype=dtype)
         (hidden, inputs), wide = gate.shape, SUM_DTYPES[dtype]
-        x, h, z, c = made(inputs), made(hidden), made(4 * hidden), made(hidden, wide)
+        x, h, z, c = made(inputs), made(hidden), made(4 * hidden), made(hidden, dtype=wide)
         index = torch.empty(case.rows, dtype=torch.int64, device="meta") if case.split else None
         step = FusedGates(torch.empty(layout.values_shape, dtype=dtype, device="meta"), layout, gate)
         self.launches.clear()
@@ -348,10 +345,7 @@ class Device:
         padding = case.kernel // 2
         out = (28 + 2 * padding - case.kernel) // case.stride + 1
         axes = (Axis(28, out, case.kernel, case.stride, padding, 1),) * 2
-        x, grad = (
-            torch.empty(64, *size, channels, dtype=dtype, device="meta")
-            for size, channels in (((28, 28), layout.shape[1]), ((out, out), layout.shape[0]))
-        )
+        x, grad = _meta(64, 28, 28, layout.shape[1], dtype=dtype), _meta(64, out, out, layout.shape[0], dtype=dtype)
         values = torch.empty(*layout.values_shape, case.kernel, case.kernel, dtype=dtype, device="meta")
         bias = torch.empty(layout.shape[0], dtype=dtype, device="meta") if case.activation else None
         self.launches.clear()
@@ -449,18 +443,15 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
             estimate = tiles.shared_memory(tile, case.work)
             record = {"case": str(case), "kernel": launch.kernel.__name__, "tile": asdict(tile), "estimate": estimate}
             records["linear"].append((asdict(case) | record, launch.key()))
-    for case in gates_cases(extent):
-        for launch in device.run_gates(case):
-            unique[launch.key()] = launch
-            records["lstm_gates"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
-    for case in step_cases(extent):
-        for launch in device.run_step(case):
-            unique[launch.key()] = launch
-            records["recurrent"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
-    for case in gated_cases(extent):
-        for launch in device.run_gated(case):
-            unique[launch.key()] = launch
-            records["gated_linear"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
+    for op, op_cases, run in (
+        ("lstm_gates", gates_cases, device.run_gates),
+        ("recurrent", step_cases, device.run_step),
+        ("gated_linear", gated_cases, device.run_gated),
+    ):
+        for case in op_cases(extent):
+            for launch in run(case):
+                unique[launch.key()] = launch
+                records[op].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
     for case in conv_cases(extent):
         for launch in device.run_conv(case):
             unique[launch.key()] = launch
