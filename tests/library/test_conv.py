@@ -259,35 +259,6 @@ def test_long_sums_lose_little(backend):
 # -- what is absent, and what is not a number ---------------------------------------------------------------------
 
 
-@on_every_backend_in_its_dtypes
-def test_absent_blocks_give_exact_zeros(backend, dtype):
-    with running(backend):
-        mask = torch.rand(5, 6) < 0.5
-        mask[0], mask[1], mask[4], mask[:, 2] = True, False, False, False
-        layout = bs.BlockLayout(mask, block_size=8)
-        x = torch.randn(2, 48, 5, 5, dtype=dtype, requires_grad=True)
-        values = torch.randn(*layout.values_shape, 3, 3, dtype=dtype)
-        y = bs.conv2d(x, values, layout, padding=1)
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        assert (y[:, 8:16] == 0).all()
-        assert (y[:, 32:] == 0).all()
-        assert (y[:, :8] != 0).any()
-        assert (grad[:, 16:24] == 0).all()
-
-
-@on_every_backend
-def test_no_blocks_at_all(backend):
-    with running(backend):
-        layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
-        x, bias = torch.randn(2, 12, 5, 5, requires_grad=True), torch.randn(8, requires_grad=True)
-        values = torch.empty(0, 4, 4, 3, 3).requires_grad_()
-        y = bs.conv2d(x, values, layout, bias, activation="relu")
-        assert torch.equal(y, bias.relu().reshape(1, 8, 1, 1).expand(2, 8, 3, 3))
-        y.sum().backward()
-        assert torch.equal(x.grad, torch.zeros_like(x))
-        assert values.grad.shape == values.shape
-
-
 @on_every_backend
 def test_outputs_that_no_tap_reaches(backend):
     with running(backend):
@@ -364,42 +335,7 @@ def test_without_a_batch(backend):
             torch.testing.assert_close(function(x, values, layout), function(x[None], values, layout)[0])
 
 
-# -- gradients of gradients, compilers, autocast ------------------------------------------------------------------
-
-
-def check_gradients(backend, transposed, activation, layout, n, space):
-    torch.manual_seed(0)
-
-    def function(x, values, bias):
-        return sparse(2, transposed, x, values, layout, bias, activation, stride=(2, 1), padding=1)
-
-    with running(backend):
-        x = torch.randn(n, layout.shape[1], *space, dtype=torch.float64, requires_grad=True)
-        values = torch.randn(*layout.values_shape, 2, 2, dtype=torch.float64, requires_grad=True)
-        bias = torch.randn(layout.shape[0], dtype=torch.float64, requires_grad=True)
-        if activation == "relu":  # off its kink
-            with torch.no_grad():
-                bias += 30 * bias.sign()
-        # Along drawn directions; one by one takes a minute.
-        assert torch.autograd.gradcheck(function, (x, values, bias), fast_mode=True)
-        assert torch.autograd.gradgradcheck(function, (x, values, bias), fast_mode=True)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("backend", MAIN_FAST)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-def test_gradients_and_double_gradients(backend, transposed, activation):
-    layout = bs.BlockLayout([[True, False], [True, True], [False, False]], (2, 3))
-    check_gradients(backend, transposed, activation, layout, n=2, space=(3, 4))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", SLOW)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_and_double_gradients_interpreted(backend, transposed):
-    layout = bs.BlockLayout([[True, False], [False, False]], (1, 2))
-    check_gradients(backend, transposed, None, layout, n=1, space=(2, 2))
+# -- compilers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", [None, pytest.param("gelu", marks=pytest.mark.full)])
@@ -450,23 +386,3 @@ def test_compiles_into_one_graph_and_trains_in_it(activation, compiler, dynamic)
         torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias, back)), plain)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), loss(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
-    x = torch.randn(2, 96, 5, 5, requires_grad=True)
-    values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
-    with torch.autocast("cpu", dtype=dtype):
-        y = bs.conv2d(x, values, layout, torch.randn(64))
-        assert y.dtype == dtype
-        assert bs.conv2d(x.double(), values.double(), layout).dtype == torch.float64
-    y.float().sum().backward()
-    assert x.grad.dtype == values.grad.dtype == torch.float32
-
-
-def test_forward_mode_is_refused_and_not_silently_zero():
-    layout = bs.patterns.dense((8, 8), block_size=8)
-    x, values = torch.randn(1, 8, 5, 5), torch.randn(1, 8, 8, 3, 3)
-    with pytest.raises(bs.BlockSparseError, match="x: expected reverse-mode differentiation"):
-        torch.func.jvp(lambda x: bs.conv2d(x, values, layout), (x,), (x,))

@@ -1,4 +1,4 @@
-"""A gate for each block: what is computed, its gradients, the cost of a zero, compacting for good, refusals."""
+"""A gate per block: results, gradients, skipped blocks, pruning of gated blocks, refusals."""
 
 import copy
 import sys
@@ -10,36 +10,26 @@ import blocksparse as bs
 from blocksparse.matmul import BlocksparseMatMul
 from blocksparse.ops import block_gate as gates
 from linear_backends import BACKENDS, running
+from op_cases import OPS
 
 DEFAULT = [name for name in ("reference", "cpu-portable", "triton-small") if name in BACKENDS]
 LAYOUT = bs.patterns.random((48, 80), block_size=16, density=0.6, seed=0)
-CALLS = {
-    "linear": (bs.linear, (5, 80), ()),
-    "conv1d": (bs.conv1d, (2, 80, 6), (3,)),
-    "conv2d": (bs.conv2d, (2, 80, 4, 3), (2, 3)),
-    "conv3d": (bs.conv3d, (1, 80, 3, 2, 2), (2, 1, 2)),
-    "conv_transpose1d": (bs.conv_transpose1d, (2, 80, 4), (3,)),
-    "conv_transpose2d": (bs.conv_transpose2d, (2, 80, 2, 3), (2, 2)),
-    "conv_transpose3d": (bs.conv_transpose3d, (1, 80, 2, 1, 2), (1, 2, 2)),
-}
 
 
 def operands(name="linear", dtype=torch.float64, **options):
-    _, shape, kernel = CALLS[name]
-    sizes = shape, (*LAYOUT.values_shape, *kernel), (LAYOUT.shape[0],), (LAYOUT.nnz,)
-    x, values, bias, gate = (torch.randn(size, dtype=dtype, **options) for size in sizes)
+    gate = torch.randn(LAYOUT.nnz, dtype=dtype, **options)
     with torch.no_grad():
         gate[::3] = 0
-    return x, values, bias, gate
+    return *OPS[name].tensors(LAYOUT, n=5, dtype=dtype, **options), gate
 
 
 def times(values, gate):
     return values * gate.reshape(-1, *[1] * (values.dim() - 1))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", OPS)
 def test_is_the_product_with_scaled_blocks(name, any_backend):
-    call = CALLS[name][0]
+    call = OPS[name].call
     x, values, bias, gate = operands(name, requires_grad=True)
     expected = call(x, times(values, gate), LAYOUT, bias, activation="silu")
     got = call(x, values, LAYOUT, bias, activation="silu", gate=gate)
@@ -69,12 +59,9 @@ def test_on_each_backend(backend):
 
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
 def test_first_and_second_gradients(name, any_backend):
-    call = CALLS[name][0]
+    call = OPS[name].call
     layout = bs.BlockLayout([[True, False, True], [False, True, True]], block_size=2)
-    kernel = () if name == "linear" else (2, 1)
-    x = torch.randn(2, 6, *[2] * len(kernel), dtype=torch.float64, requires_grad=True)
-    values = torch.randn(4, 2, 2, *kernel, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    x, values, bias = OPS[name].tensors(layout, dtype=torch.float64, requires_grad=True)
     gate = torch.tensor([1.0, 0.0, -0.5, 2.0], dtype=torch.float64, requires_grad=True)
 
     def run(x, values, bias, gate):
@@ -84,17 +71,17 @@ def test_first_and_second_gradients(name, any_backend):
     assert torch.autograd.gradgradcheck(run, (x, values, bias, gate), fast_mode=True)
 
 
-def test_zeros_are_left_out_in_inference(monkeypatch, any_backend):
+def test_blocks_with_gate_0_are_skipped_in_inference(monkeypatch, any_backend):
     x, values, _, gate = operands()
     seen = []
 
-    def watched(*given):
-        seen.append(gates.apply_gate(*given))
+    def watched(*arguments):
+        seen.append(gates.apply_gate(*arguments))
         return seen[-1]
 
-    # The function hides the package of its name.
+    # `bs.ops.linear` is the function, not the package.
     monkeypatch.setattr(sys.modules["blocksparse.ops.linear"], "apply_gate", watched)
-    values[gate == 0] = torch.nan  # never looked at
+    values[gate == 0] = torch.nan  # never read
     with torch.inference_mode():
         y = bs.linear(x, values, LAYOUT, gate=gate)
     assert y.isfinite().all()
@@ -107,14 +94,14 @@ def test_zeros_are_left_out_in_inference(monkeypatch, any_backend):
     gate.mul_(2)
     bs.linear(x, values, LAYOUT, gate=gate)
     assert seen[-1][1] is layout, "nor do other scales of the same blocks"
-    # Of inputs there may be gradients all the same.
+    # Gradients of the inputs do not change this.
     x.requires_grad_()
     bs.linear(x, values, LAYOUT, gate=gate).sum().backward()
     assert x.grad.isfinite().all()
     assert seen[-1][1] is layout
 
 
-def test_follows_every_change(any_backend):
+def test_every_change_of_gates_and_values_counts(any_backend):
     x, values, _, gate = operands()
     values = torch.nn.Parameter(values)
     steps = [
@@ -163,7 +150,7 @@ def test_traced_graphs_hold_the_multiplication(any_backend):
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
 def test_refuses(name, grad):
-    call = CALLS[name][0]
+    call = OPS[name].call
     x, values, bias, gate = operands(name)
     values.requires_grad_(grad)
     poisoned = gate.clone()
@@ -176,8 +163,8 @@ def test_refuses(name, grad):
         "gate: expected a torch.Tensor, got list": [1.0] * LAYOUT.nnz,
         "gate: expected finite numbers, got nan for block 2": poisoned,
     }
-    for said, given in wrong.items():
-        with pytest.raises(bs.BlockSparseError, match=said):
+    for message, given in wrong.items():
+        with pytest.raises(bs.BlockSparseError, match=message):
             call(x, values, LAYOUT, bias, gate=given)
     with pytest.raises(bs.BlockSparseError, match="values: expected shape"):
         call(x, values[1:], LAYOUT, bias, gate=gate)
@@ -202,7 +189,7 @@ def test_the_interface_of_2017(axis, any_backend):
     torch.testing.assert_close(bsmm(x, w.detach(), gate=gate), expected)
 
 
-# -- for good ----------------------------------------------------------------------------------------------------
+# -- pruning of gated blocks ------------------------------------------------------------------------------------------
 
 MODULES = {
     "linear": (lambda: bs.nn.Linear(61, 37, density=0.6, block_size=8), (5, 61), bs.linear),
@@ -215,7 +202,7 @@ OPTIMIZERS = {
 
 
 def trained(layer, gate, x, function, optimizer, steps):
-    """Trains with the gates that are 0 held there, as those have it that are gone."""
+    """Train, and keep gates of 0 at 0, as if their blocks were gone."""
     closed = gate.detach() == 0
     for _ in range(steps):
         x = torch.cat([x, x.new_zeros(len(x), layer.layout.shape[1] - x.shape[1], *x.shape[2:])], 1)
@@ -228,7 +215,7 @@ def trained(layer, gate, x, function, optimizer, steps):
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("name", MODULES)
-def test_dropping_closed_blocks_changes_nothing_else(name, make, any_backend):
+def test_pruning_gated_blocks_changes_nothing_else(name, make, any_backend):
     build, shape, function = MODULES[name]
     layer = build().double()
     x = torch.randn(shape, dtype=torch.float64)
@@ -260,7 +247,7 @@ def test_dropping_closed_blocks_changes_nothing_else(name, make, any_backend):
     torch.testing.assert_close(gate, other_gate[keep])
 
 
-def test_dropping_refuses_and_changes_nothing():
+def test_refused_pruning_changes_nothing():
     layer = bs.nn.Linear(8, 8, block_size=4)
     gate = torch.nn.Parameter(torch.tensor([1.0, 0.0, 2.0, 0.0]))
     alone = torch.optim.Adam([gate])
@@ -274,8 +261,8 @@ def test_dropping_refuses_and_changes_nothing():
         "optimizer: expected a torch.optim.Optimizer, got str": (layer, gate, "adam"),
         "module: expected one with a block-sparse weight": (torch.nn.Linear(8, 8), gate, None),
     }
-    for said, given in wrong.items():
-        with pytest.raises(bs.BlockSparseError, match=said):
+    for message, given in wrong.items():
+        with pytest.raises(bs.BlockSparseError, match=message):
             bs.sparsity.prune_gated_blocks(*given)
     assert layer.layout.nnz == len(gate) == 4
     assert torch.equal(layer.values, before)
@@ -290,7 +277,7 @@ def test_dropping_refuses_and_changes_nothing():
     ],
     ids=["linear", "conv", "transposed"],
 )
-def test_modules_take_a_gate(layer, shape, any_backend):
+def test_modules_accept_a_gate(layer, shape, any_backend):
     gate, x = torch.rand(layer.layout.nnz), torch.randn(shape)
     other = copy.deepcopy(layer)
     with torch.no_grad():

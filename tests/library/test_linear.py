@@ -184,33 +184,6 @@ def test_long_sums_lose_little(backend):
         assert_close(wgrad(grad, x, layout)[0], grad.double().T @ x.double(), most, "wgrad")
 
 
-@on_every_backend_in_its_dtypes
-def test_absent_blocks_give_exact_zeros(backend, dtype):
-    mask = torch.rand(5, 6) < 0.5
-    mask[1], mask[4], mask[:, 2] = False, False, False
-    layout = bs.BlockLayout(mask, block_size=8)
-    with running(backend):
-        x, values, grad = (torch.randn(shape, dtype=dtype) for shape in ((9, 48), layout.values_shape, (9, 40)))
-        y, grad_x = forward(x, values, layout), dgrad(grad, values, layout)
-    assert (y[:, 8:16] == 0).all()
-    assert (y[:, 32:] == 0).all()
-    assert (grad_x[:, 16:24] == 0).all()
-    assert (y[:, :8] != 0).any()
-
-
-@on_every_backend
-def test_no_blocks_at_all(backend):
-    layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
-    with running(backend):
-        x, bias = torch.randn(5, 12, requires_grad=True), torch.randn(8, requires_grad=True)
-        values = torch.empty(0, 4, 4).requires_grad_()
-        y = bs.linear(x, values, layout, bias, "relu")
-        assert torch.equal(y, bias.relu().expand(5, 8))
-        y.sum().backward()
-    assert torch.equal(x.grad, torch.zeros_like(x))
-    assert values.grad.shape == (0, 4, 4)
-
-
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_the_op_with_an_activation_is_twice_differentiable(activation):
     layout = bs.patterns.random((6, 4), block_size=2, density=0.6, seed=0)
@@ -223,44 +196,6 @@ def test_the_op_with_an_activation_is_twice_differentiable(activation):
 
     assert torch.autograd.gradcheck(op, (x, values))
     assert torch.autograd.gradgradcheck(op, (x, values))
-
-
-def check_gradients(backend, activation, layout, tokens, seed):
-    torch.manual_seed(seed)
-
-    def function(x, values, bias):
-        return bs.linear(x, values, layout, bias, activation)
-
-    with running(backend):
-        x = torch.randn(tokens, layout.shape[1], dtype=torch.float64, requires_grad=True)
-        values = torch.randn(layout.values_shape, dtype=torch.float64, requires_grad=True)
-        bias = torch.randn(layout.shape[0], dtype=torch.float64, requires_grad=True)
-        if activation == "relu":  # off its kink
-            with torch.no_grad():
-                bias += 30 * bias.sign()
-        # Where kernels are interpreted along drawn directions: one by one takes a minute.
-        fast = {"fast_mode": backend in SLOW}
-        assert torch.autograd.gradcheck(function, (x, values, bias), **fast)
-        assert torch.autograd.gradgradcheck(function, (x, values, bias), **fast)
-
-
-@pytest.mark.parametrize(
-    ("backend", "activation"),
-    [*((name, activation) for name in MAIN if name in FAST and name != "reference" for activation in ACTIVATIONS),
-     *(pytest.param("reference", name, marks=() if name == "gelu" else pytest.mark.full) for name in ACTIVATIONS),
-     *(pytest.param(name, None, marks=pytest.mark.full) for name in FAST if name not in MAIN)],
-)  # fmt: skip
-@settings(max_examples=3)
-@given(layout=layouts(max_grid=3, blocks=(1, 2, 3)), tokens=st.integers(1, 3), seed=st.integers(0, 2**31))
-def test_gradients_and_double_gradients(backend, activation, layout, tokens, seed):
-    check_gradients(backend, activation, layout, tokens, seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", SLOW[:1])
-def test_gradients_and_double_gradients_interpreted(backend):
-    layout = bs.BlockLayout([[True, False], [True, True], [False, False]], (1, 2))
-    check_gradients(backend, "relu", layout, tokens=1, seed=0)
 
 
 @pytest.mark.parametrize("backend", MAIN)
@@ -361,19 +296,6 @@ def test_compiles_into_one_graph_and_trains_in_it(activation):
             torch.testing.assert_close(compiled(x), loss(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
-    x, values = torch.randn(5, 96, requires_grad=True), torch.randn(layout.values_shape, requires_grad=True)
-    with torch.autocast("cpu", dtype=dtype):
-        y = bs.linear(x, values, layout, torch.randn(64))
-        assert y.dtype == dtype
-        assert bs.linear(x.double(), values.double(), layout).dtype == torch.float64
-    y.float().sum().backward()
-    assert x.grad.dtype == values.grad.dtype == torch.float32
-    assert_close(values.grad, bs.from_dense(torch.ones(64, 5) @ x.detach(), layout), 1e-2)
-
-
 @pytest.mark.usefixtures("any_backend")
 def test_graphs_made_from_index_tensors_alone_know_their_layout():
     # As in a graph loaded from a file: index tensors that no layout of this process made.
@@ -442,15 +364,6 @@ def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
     indices = layout.indices_on("cpu"), layout.grid[1]
     with pytest.raises(bs.BlockSparseError, match="expected"):
         wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
-
-
-def test_forward_mode_is_refused_and_not_silently_zero():
-    layout = bs.patterns.dense((32, 64), block_size=16)
-    x, values = torch.randn(5, 64), torch.randn(8, 16, 16)
-    with pytest.raises(bs.BlockSparseError, match="x: expected reverse-mode differentiation"):
-        torch.func.jvp(lambda x: bs.linear(x, values, layout), (x,), (x,))
-    with pytest.raises(bs.BlockSparseError, match="values: expected reverse-mode differentiation"):
-        torch.func.jvp(lambda values: bs.linear(x, values, layout), (values,), (values,))
 
 
 def test_dtypes_without_a_kernel_are_refused_with_the_way_out():

@@ -1,4 +1,4 @@
-"""torch.vmap over the products: as a loop over the batch gives it, gradients too."""
+"""torch.vmap and other transforms of the products equal loops over the batch, gradients too."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def test_vmap(name, in_dims):
         if dim is not None:
             batched.insert(dim, 5)
         arguments.append(torch.randn(batched, dtype=torch.float64, requires_grad=True))
-    of_each = [
+    per_entry = [
         function(*(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
         for i in range(5)
     ]
-    expected = torch.stack(of_each)
+    expected = torch.stack(per_entry)
     found = torch.vmap(function, in_dims)(*arguments)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(expected)
@@ -57,7 +57,7 @@ def dense_of(name, x, values, bias):
 
 
 def per_sample(of):
-    """Gradients for each sample, as of `torch.func`'s own example."""
+    """Return gradients per sample, as in the example of `torch.func`."""
     gradients = torch.func.grad(lambda x, values, bias: of(x, values, bias).square().sum(), argnums=(0, 1, 2))
     return torch.func.vmap(gradients, (0, None, None))
 
@@ -80,7 +80,7 @@ def batched_gradients(y, given):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", CASES)
-def test_transforms_see_what_the_dense_function_shows_them(name, transform):
+def test_transforms_equal_those_of_the_dense_function(name, transform):
     function, shape, kernel = CASES[name]
     shapes = ((5, *shape), (*LAYOUT.values_shape, *kernel), (12,))
     given = [torch.randn(each, dtype=torch.float64, requires_grad=True) for each in shapes]
@@ -128,7 +128,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("mode", FORWARD)
 @pytest.mark.parametrize("name", LAYERS)
-def test_tangents_are_refused_never_taken_for_zero(name, mode):
+def test_forward_mode_is_refused(name, mode):
     make, shape = LAYERS[name]
     layer = make()
 
@@ -158,7 +158,7 @@ def test_a_batch_of_inputs_alone_is_one_product(name, monkeypatch):
 
 
 @pytest.mark.parametrize("transform", [torch.func.hessian, torch.func.jacfwd], ids=["hessian", "jacfwd"])
-def test_refused_forward_mode_names_what_gives_the_same(transform):
+def test_the_error_of_forward_mode_names_a_replacement(transform):
     layer = bs.nn.Linear(21, 9, density=0.5, block_size=4)
 
     def loss(x):
