@@ -92,7 +92,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it serves tensors on the CPU, not on {device}"
     if dtype not in DTYPES:
-        return f"it serves {', '.join(str(known) for known in DTYPES)}"
+        return f"it serves {', '.join(str(each) for each in DTYPES)}"
     return unavailable()
 
 
@@ -118,9 +118,9 @@ def isa() -> str:
 @cache
 def _chosen() -> str:
     """Return the instruction set of the environment variable, or the best one of this CPU."""
-    wanted = os.environ.get(ISA_VARIABLE)
-    if wanted:
-        return _checked(wanted, f"environment variable {ISA_VARIABLE}")
+    name = os.environ.get(ISA_VARIABLE)
+    if name:
+        return _checked(name, f"environment variable {ISA_VARIABLE}")
     return [name for name, here in isas().items() if here and not name.endswith("_emulated")][-1]
 
 
@@ -217,8 +217,8 @@ def allocate(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, int]:
     """Return an empty tensor on the CPU with the dtype of another one, and its address."""
     size = math.prod(shape) * like.element_size()  # the C library reuses small allocations itself
     small = size < workspace.MIN_BYTES and like.is_cpu
-    made = like.new_empty(shape) if small else workspace.empty(shape, like.dtype, _CPU)
-    return made, made.data_ptr()
+    output = like.new_empty(shape) if small else workspace.empty(shape, like.dtype, _CPU)
+    return output, output.data_ptr()
 
 
 def row_count(x: Tensor) -> int:

@@ -102,11 +102,11 @@ def _differentiable(
 ) -> Sequence[Tensor | None]:
     """Return the gradients, computed by operations that autograd can differentiate again."""
     create_graph = torch.is_grad_enabled()
-    wanted = [tensor for tensor in (q, k, v) if tensor.requires_grad]
+    inputs = [tensor for tensor in (q, k, v) if tensor.requires_grad]
     # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         y = gathered.attention(q, k, v, [layout], causal, 1.0)
-    grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph, materialize_grads=True))
+    grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=create_graph, materialize_grads=True))
     return [next(grads) if tensor.requires_grad else None for tensor in (q, k, v)]
 
 

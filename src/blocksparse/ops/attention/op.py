@@ -90,11 +90,11 @@ def _differentiable(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layouts: list[BlockLayout], causal: bool, scale: float
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated again."""
-    wanted = [each for each in (q, k, v) if each.requires_grad]
+    inputs = [each for each in (q, k, v) if each.requires_grad]
     # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH):
         y = gathered.attention(q, k, v, layouts, causal, scale)
-    results = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, materialize_grads=True))
+    results = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, materialize_grads=True))
     return [next(results) if each.requires_grad else None for each in (q, k, v)]
 
 

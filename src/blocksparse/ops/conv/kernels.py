@@ -316,15 +316,15 @@ def conv_wgrad_kernel(
     for _ in tl.static_range(TAPS):
         sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), SUM),)
     for token0 in range(split * tokens_per_split, end, BLOCK_M):
-        known = token0 + tl.arange(0, BLOCK_M) < end
-        within = there[:, None] & known[None, :]
+        exists = token0 + tl.arange(0, BLOCK_M) < end
+        within = there[:, None] & exists[None, :]
         if AXES > 1:
             within &= (p1[None, :] + d1[:, None]).to(tl.uint32) < input_size1.to(tl.uint32)
         if AXES > 2:
             within &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
         grads = ()
         for n in tl.static_range(POSITIONS):
-            b = tl.load(b_tile + n * b_channels, mask=known[:, None] & real[None, :], other=0)
+            b = tl.load(b_tile + n * b_channels, mask=exists[:, None] & real[None, :], other=0)
             grads = grads + (b,)
         for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))

@@ -86,16 +86,16 @@ def linear_kernel(
             real = real & (seat < 0)
     if OUTPUTS_FIRST:
         sums = tl.trans(sums)
-    y_rows, known = y_ptr + token.to(tl.int64) * y_stride, token < tokens
+    y_rows, valid = y_ptr + token.to(tl.int64) * y_stride, token < tokens
     if SPLIT:
         slot = tl.load(task_ptr + 3)
         if slot < 0:
-            write(sums, y_rows, known, bias_ptr, column, real, ACTIVATION)
+            write(sums, y_rows, valid, bias_ptr, column, real, ACTIVATION)
         else:
             offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
-            tl.store(partial_ptr + offset, sums, mask=known[:, None] & real[None, :])
+            tl.store(partial_ptr + offset, sums, mask=valid[:, None] & real[None, :])
     else:
-        write(sums, y_rows, known, bias_ptr, column, real, ACTIVATION)
+        write(sums, y_rows, valid, bias_ptr, column, real, ACTIVATION)
 
 
 @triton.jit
@@ -219,13 +219,13 @@ def linear_wgrad_kernel(
     end = tl.minimum(begin + tokens_per_split, tokens)
     for token0 in range(begin, end, BLOCK_M):
         token = token0 + tl.arange(0, BLOCK_M)
-        known = token < end
+        valid = token < end
         x = tl.load(
-            x_lane[:, None] + token.to(tl.int64)[None, :] * x_stride, mask=known[None, :] & there[:, None], other=0
+            x_lane[:, None] + token.to(tl.int64)[None, :] * x_stride, mask=valid[None, :] & there[:, None], other=0
         )
         grad = tl.load(
             grad_lane[None, :] + token.to(tl.int64)[:, None] * grad_stride,
-            mask=known[:, None] & (o < block_out)[None, :],
+            mask=valid[:, None] & (o < block_out)[None, :],
             other=0,
         )
         sums = dot(x, grad, sums, PRECISION, WIDEN)

@@ -54,10 +54,10 @@ def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, toke
     key = ("triton schedule", device, dtype, bucket(tokens), forced(dtype))
     if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)
-    found = layout._derived.get(key)
-    if found is None:
-        found = layout.derived(key, lambda: _schedule(layout, *key[1:4]))
-    return found
+    cached = layout._derived.get(key)
+    if cached is None:
+        cached = layout.derived(key, lambda: _schedule(layout, *key[1:4]))
+    return cached
 
 
 def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:

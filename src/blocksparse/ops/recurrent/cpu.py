@@ -115,18 +115,18 @@ def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> 
 
 
 def backward(
-    weights: Weights, steps: Steps, kept: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor | None = None,
+    weights: Weights, steps: Steps, saved: Sequence[Tensor], grads: Sequence[Tensor], index: Tensor | None = None,
     multiplicative: MultiplicativeTerms | None = None, grad_multiplicative: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients at the gates' inputs of all steps, and at the initial h and c, as `lstm.back_in_time`.
 
     Args:
         weights, steps, index, multiplicative: as in `forward`.
-        kept, grads: as in `lstm.back_in_time`.
+        saved, grads: as in `lstm.back_in_time`.
         grad_multiplicative: `[rows, hidden]` each, written: the gradients at the factors and at of_h.
     """
     (hidden, dtype), rows = _sizes(weights), steps.rows
-    grad_pre, grad_h, grad_c, tensors = _gradients(steps, kept, grads, hidden, dtype)
+    grad_pre, grad_h, grad_c, tensors = _gradients(steps, saved, grads, hidden, dtype)
     if multiplicative is not None and grad_multiplicative is not None:
         inputs = rows if index is None else len(multiplicative.factor)
         tensors += [
@@ -199,11 +199,11 @@ class SmallWorldGradients(NamedTuple):
 
 def small_world_backward(
     weights: Weights, steps: Steps, factors: Tensor, index: Tensor | None, gains: Sequence[Tensor],
-    biases: Sequence[Tensor], kept: Sequence[Tensor], norms: Norms, grads: Sequence[Tensor], into: SmallWorldGradients,
+    biases: Sequence[Tensor], saved: Sequence[Tensor], norms: Norms, grads: Sequence[Tensor], into: SmallWorldGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of `backward`; write the others to `into`, where those of gains and biases are added."""
     (hidden, dtype), rows, depth = _sizes(weights), steps.rows, len(weights) - 1
-    grad_pre, grad_h, grad_c, tensors = _gradients(steps, kept, grads, hidden, dtype)
+    grad_pre, grad_h, grad_c, tensors = _gradients(steps, saved, grads, hidden, dtype)
     inputs, affine = rows if index is None else len(factors), (depth + 4) * hidden
     tensors += [
         *_affine(weights, gains, biases),
@@ -254,10 +254,10 @@ def _states(
 
 
 def _gradients(
-    steps: Steps, kept: Sequence[Tensor], grads: Sequence[Tensor], hidden: int, dtype: torch.dtype
+    steps: Steps, saved: Sequence[Tensor], grads: Sequence[Tensor], hidden: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[CoreTensor]]:
     """Return the gradients at the gates' inputs, at h and at c, and all tensors of the backward pass."""
-    (gates, before, after), (grad_y, grad_h, grad_c) = kept, grads
+    (gates, before, after), (grad_y, grad_h, grad_c) = saved, grads
     grad_pre, grad_h, grad_c = workspace.empty_like(gates), grad_h.clone(), grad_c.clone()
     rows, state = steps.rows, SUM_DTYPES[dtype]
     return grad_pre, grad_h, grad_c, [

@@ -56,8 +56,8 @@ def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments:
     *pattern, grads, needed = arguments
     recurrence, inputs, next_needed = _recurrence(*pattern), _with_none(tensors, given), iter(needed)
     needs = [each and next(next_needed) for each in given]
-    _, kept = recurrence.forward(*inputs, keep=True)
-    results = recurrence.backward(tuple(inputs), kept, tuple(grad.contiguous() for grad in grads), tuple(needs))
+    _, saved = recurrence.forward(*inputs, keep=True)
+    results = recurrence.backward(tuple(inputs), saved, tuple(grad.contiguous() for grad in grads), tuple(needs))
     # Clones, because outputs of an op must never be views of each other.
     return [
         torch.zeros_like(tensor) if grad is None else grad.clone(memory_format=torch.contiguous_format)

@@ -105,11 +105,11 @@ def step_wgrad_kernel(
     sums = tl.zeros((BLOCK_K, 4 * BLOCK_N), SUM)
     for token0 in range(0, n, BLOCK_M):
         token = token0 + tl.arange(0, BLOCK_M)
-        known = token < n
+        valid = token < n
         at = token.to(tl.int64)
-        x = tl.load(x_lane[:, None] + at[None, :] * x_stride, mask=known[None, :] & there[:, None], other=0)
+        x = tl.load(x_lane[:, None] + at[None, :] * x_stride, mask=valid[None, :] & there[:, None], other=0)
         grad = tl.load(
-            grad_lane[None, :] + at[:, None] * grad_stride, mask=known[:, None] & (o < block_out)[None, :], other=0
+            grad_lane[None, :] + at[:, None] * grad_stride, mask=valid[:, None] & (o < block_out)[None, :], other=0
         )
         sums = dot(x, grad, sums, PRECISION, WIDEN)
     block = gate.to(tl.int64)[None, :] * nnz + entry[:, None]

@@ -80,14 +80,14 @@ class LSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
-        return outputs(hs, cs, keep), (*kept, raw) if projection else kept
+        saved = () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
+        return outputs(hs, cs, keep), (*saved, raw) if projection else saved
 
     def backward(
-        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+        self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, (x, index, _, _, input_weight, _, *weights) = self.steps, tensors
-        *states, h_before = kept[:4]
+        *states, h_before = saved[:4]
         recurrent, *projection = products(weights, self.layouts[1:], steps)
         projected = [torch.empty_like(grads[0]) for _ in projection]
 
@@ -106,7 +106,7 @@ class LSTM(Recurrence):
             scatter_add_rows(grad_pre, x, index), x, needed[0], needed[5]
         )
         grad_weights = [recurrent.wgrad(grad_pre, h_before)]
-        grad_weights += [product.wgrad(grad, kept[4]) for product, grad in zip(projection, projected, strict=True)]
+        grad_weights += [product.wgrad(grad, saved[4]) for product, grad in zip(projection, projected, strict=True)]
         return grad_x, None, grad_h, grad_c, grad_input_weight, grad_bias, *grad_weights
 
 
@@ -117,7 +117,7 @@ def products(weights: Sequence[Tensor], layouts: Sequence[BlockLayout | None], s
 
 def back_in_time(
     steps: Steps,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     grads: Sequence[Tensor],
     at_state: Callable[[int, Tensor], Tensor],
     at_gates: Callable[[int, Tensor, Tensor], Tensor] | None = None,
@@ -126,17 +126,17 @@ def back_in_time(
 
     Args:
         steps: the time steps.
-        kept: the activated gates, and c before and after each step.
+        saved: the activated gates, and c before and after each step.
         grads: the gradients at y and at the final h and c.
         at_state: maps t and the gradient at the gates' inputs of step t to the gradient at the h before step t.
         at_gates: maps t and the gradients at the state and at y to the gradient at the h of the gates; by default their
             sum.
     """
     grad_y, grad_h, grad_c = grads
-    grad_pre = workspace.empty_like(kept[0])
+    grad_pre = workspace.empty_like(saved[0])
     dh, dc = StateGradient(steps, grad_h), grad_c.clone()
-    views = [each.split(steps.sizes) for each in (*kept, grad_y.contiguous(), grad_pre)]
-    run = LSTM_GATES.on(kept[0].device, kept[0].dtype).backward
+    views = [each.split(steps.sizes) for each in (*saved, grad_y.contiguous(), grad_pre)]
+    run = LSTM_GATES.on(saved[0].device, saved[0].dtype).backward
     for t in reversed(steps.order):
         activated, before, after, from_y, into = (view[t] for view in views)
         from_h, grad_state = dh.at(t), dc[: steps.sizes[t]]

@@ -62,12 +62,12 @@ class MultiplicativeLSTM(Recurrence):
         # Without an index, the activated gates overwrite the product of the inputs.
         gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
         of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
-        kept = (gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before) if keep else ()
+        saved = (gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before) if keep else ()
         in_core = core_weights([product, state_product])
         if in_core is not None:
             terms = cpu.MultiplicativeTerms(of_x, of_h, m)
             cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, terms)
-            return outputs(hs, cs, keep), kept
+            return outputs(hs, cs, keep), saved
         views, factors = [each.split(steps.sizes) for each in (gates, of_h, m)], StepInputs(steps, of_x, index)
         step = forward_step(product, StepInputs(steps, pre, index), c)
         for t in steps.order:
@@ -79,13 +79,13 @@ class MultiplicativeLSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        return outputs(hs, cs, keep), kept
+        return outputs(hs, cs, keep), saved
 
     def backward(
-        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+        self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, (x, index, _, _, input_weight, _, factor_weight, *weights) = self.steps, tensors
-        *states, of_x, of_h, m, h_before = kept
+        *states, of_x, of_h, m, h_before = saved
         product, state_product = products(weights, self.layouts[2:], steps)
         grad_of_x, grad_of_h = workspace.empty_like(of_h), workspace.empty_like(of_h)
         views = [each.split(steps.sizes) for each in (of_h, grad_of_x, grad_of_h)]

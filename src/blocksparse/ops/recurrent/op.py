@@ -55,22 +55,22 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         keep = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        outputs, kept = recurrence.forward(*tensors, keep=keep)
+        outputs, saved = recurrence.forward(*tensors, keep=keep)
         ctx.recurrence, ctx.count = recurrence, len(tensors)
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_backward(*tensors, *saved)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]  # read once, as activation checkpointing requires
-        tensors, kept = saved[: ctx.count], saved[ctx.count :]
+        stored, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]  # read once, as activation checkpointing requires
+        tensors, saved = stored[: ctx.count], stored[ctx.count :]
 
         def backward(*grads: Tensor) -> Any:
             if torch.is_grad_enabled() or not can_bypass_dispatcher(*grads):
                 return _differentiable(ctx.recurrence, tensors, grads, needed)
             # Gradients may have any strides, but the gates need the features of a row to be contiguous.
             contiguous = tuple(grad.resolve_neg().contiguous() for grad in grads)
-            return ctx.recurrence.backward(tensors, kept, contiguous, needed)
+            return ctx.recurrence.backward(tensors, saved, contiguous, needed)
 
         return None, *call_per_batched_grad(backward, *grads)
 
@@ -82,8 +82,8 @@ def _differentiable(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = recurrence.definition(*tensors)
-    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
-    results = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
+    inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
+    results = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True))
     return [next(results) if need else None for need in needed]
 
 

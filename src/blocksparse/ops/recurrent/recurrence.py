@@ -22,7 +22,7 @@ class Recurrence:
         definition(*tensors)                    returns the outputs; slow, but autograd can differentiate it any number
                                                 of times
         forward(*tensors, keep)                 returns the outputs, and with `keep` the tensors that backward needs
-        backward(tensors, kept, grads, needed)  returns the gradients of the tensors from those of the outputs; those
+        backward(tensors, saved, grads, needed)  returns the gradients of the tensors from those of the outputs; those
                                                 that are not needed may be None
 
     Args:
@@ -43,7 +43,7 @@ class Recurrence:
         raise NotImplementedError
 
     def backward(
-        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+        self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         raise NotImplementedError
 

@@ -78,12 +78,12 @@ class SmallWorldLSTM(Recurrence):
         hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
         norms = cpu.Norms.empty(steps.rows if keep else steps.batch, depth, h, c)
         activated = empty(steps.rows, 4 * c.shape[1], h) if keep else None
-        kept = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
+        saved = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
         in_core = core_weights(of_steps)
         if in_core is not None:
             inputs = contiguous_features(factors), contiguous_features(terms) if depth > 1 else None
             cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
-            return outputs(hs, cs, keep), kept
+            return outputs(hs, cs, keep), saved
         factor, term = StepInputs(steps, factors, index), StepInputs(steps, terms, index)
         wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
         run = LSTM_GATES.on(factors.device, factors.dtype).forward
@@ -112,15 +112,15 @@ class SmallWorldLSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        return outputs(hs, cs, keep), kept
+        return outputs(hs, cs, keep), saved
 
     def backward(
-        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+        self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, depth = self.steps, self.depth
         factors, terms, index, _, c, *parameters = tensors
         weights, gains, biases = self._split(tuple(parameters))
-        (*states, h_before), norms = kept[:4], cpu.Norms(*kept[4:])
+        (*states, h_before), norms = saved[:4], cpu.Norms(*saved[4:])
         of_steps = products(weights, self.layouts, steps)
         affine = c.new_zeros(2, (depth + 4) * c.shape[1])
         grad_factors, grad_terms = (workspace.empty_like(h_before) for _ in range(2))
