@@ -214,7 +214,7 @@ def test_autocast():
         ({"stride": 0}, "stride: expected"),
         ({"padding": -1}, "padding: expected an int, 0 or more"),
         ({"padding": "full"}, "padding: expected"),
-        ({"padding": "same", "stride": 2}, "stride: expected only ones"),
+        ({"padding": "same", "stride": 2}, "stride: expected 1 for each axis"),
         ({"padding_mode": "mirror"}, "padding_mode: expected one of zeros"),
         ({"activation": "tanh"}, "activation: expected one of"),
         ({"layout": bs.patterns.dense((16, 16), 8)}, r"layout: expected shape \(16, 32\) for \(16, 32\) channels"),

@@ -309,7 +309,7 @@ def test_operations_of_experts_on_the_meta_device(name):
 @pytest.mark.parametrize("starts", [[1, 2, 3], [0, 3, 2], [0, 2, 9]])
 def test_starts_that_are_none_are_refused(starts):
     layout = bs.patterns.dense((16, 8), 8)
-    with pytest.raises(BlockSparseError, match="starts: expected 0, then rising numbers up to 5"):
+    with pytest.raises(BlockSparseError, match="starts: expected 0, then non-decreasing numbers up to 5"):
         expert_linear(torch.randn(5, 8), torch.randn(layout.values_shape), layout, torch.tensor(starts))
 
 

@@ -153,7 +153,7 @@ class _Conv(ConvCall, Convolution):
         if padding_mode not in PADDING_MODES:
             raise BlockSparseError.expected("padding_mode", f"one of {', '.join(PADDING_MODES)}", repr(padding_mode))
         if padding == "same" and any(step != 1 for step in self.stride):
-            raise BlockSparseError.expected("stride", 'only ones with padding "same"', self.stride)
+            raise BlockSparseError.expected("stride", '1 for each axis with padding "same"', self.stride)
         named = padding in ("same", "valid") if isinstance(padding, str) else False
         self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode

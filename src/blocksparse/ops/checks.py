@@ -14,6 +14,11 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 
 
+def no_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Serve every device and dtype: the `refusal` of definitions in plain PyTorch."""
+    return None
+
+
 def check_kinds(layout: Any, **tensors: Any) -> None:
     """Check that these are a layout and plain dense tensors without forward-mode tangents.
 

@@ -192,7 +192,7 @@ def _pointer(name: str, tensor: Tensor) -> int:
     pointer = tensor.data_ptr()
     # PyTorch's address of a freed storage is 0, and that of a view of it the view's offset.
     if pointer == tensor.storage_offset() * tensor.element_size() and tensor.numel():
-        raise BlockSparseError.expected(name, "a tensor with memory", "one whose storage was freed")
+        raise BlockSparseError.expected(name, "a tensor with memory", "a tensor whose storage was freed")
     return pointer
 
 

@@ -106,7 +106,7 @@ def registered_layout(crow: Tensor, col: Tensor) -> BlockLayout | None:
             checked_array(name, "indices", index) for name, index in (("crow_indices", crow), ("col_indices", col))
         )
         if not has_indices(layout, *arrays):
-            got = "others, written to the buffers of a module: load its values and indices again"
+            got = "other numbers: a module's index buffers were overwritten. Load its values and indices again"
             raise BlockSparseError.expected("crow_indices and col_indices", f"those of {layout!r}", got)
         register_indices(layout, crow, col)
     return layout

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
-from ..checks import accumulator
+from ..checks import accumulator, no_refusal
 
 # Rows of blocks are padded to the longest one of a batch; this fraction of a row, at least, must be blocks.
 MIN_FILLED = 0.75
@@ -26,8 +26,7 @@ MIN_FILLED = 0.75
 MAX_BATCHED_BLOCKS = 256
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:

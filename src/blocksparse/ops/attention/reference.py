@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ..checks import accumulator
+from ..checks import accumulator, no_refusal
 
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:

@@ -245,7 +245,7 @@ def output_size(
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         if any(s != 1 for s in stride):
-            raise BlockSparseError.expected("stride", 'only ones with padding "same"', tuple(stride))
+            raise BlockSparseError.expected("stride", '1 for each axis with padding "same"', tuple(stride))
         return [(r - 1) // 2 for r in reach], list(space)
     before = [0] * len(reach) if padding == "valid" else per_axis("padding", padding, len(reach), least=0, names=True)
     size = []
@@ -273,7 +273,7 @@ def _transposed_size(
         size.append((n - 1) * s - 2 * p + d * (k - 1) + m + 1)
         if size[-1] < 1:
             raise BlockSparseError.expected(
-                "padding", f"an output of some size from {tuple(space)} with kernel {tuple(kernel)}", tuple(padding)
+                "padding", f"a non-empty output from {tuple(space)} with kernel {tuple(kernel)}", tuple(padding)
             )
     return size
 
@@ -300,8 +300,8 @@ def check_shapes(dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias
         kernel = ", ".join(f"kernel {axis}" for axis in _AXES[dims].split(", "))
         raise BlockSparseError.expected("values", f"[{shape}, {kernel}] for {layout!r}", list(values.shape))
     if any(size == 0 for size in values.shape[3:]):
-        raise BlockSparseError.expected("values", "a kernel of some size", list(values.shape))
+        raise BlockSparseError.expected("values", "a kernel with at least one tap per axis", list(values.shape))
     if any(size == 0 for size in x.shape[-dims:]):
-        raise BlockSparseError.expected("x", "an image of some size", list(x.shape))
+        raise BlockSparseError.expected("x", "an image of at least one position per axis", list(x.shape))
     if bias is not None and tuple(bias.shape) != (out_channels,):
         raise BlockSparseError.expected("bias", f"[{out_channels}] for {layout!r}", list(bias.shape))

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import no_refusal
+
 # Random numbers per stream (a part), and generators per stream.
 PART, LANES = 4096, 8
 WARM_UP = 18
@@ -13,8 +15,7 @@ WARM_UP = 18
 PARTS = 2048
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[in
     """Return for each expert the range of its rows and its part of the layout."""
     edges = starts.tolist()
     if edges != sorted(edges) or edges[0] != 0 or edges[-1] > rows:
-        raise BlockSparseError.expected("starts", f"0, then rising numbers up to {rows}", edges)
+        raise BlockSparseError.expected("starts", f"0, then non-decreasing numbers up to {rows}", edges)
     return zip(edges[:-1], edges[1:], parts_of(layout, len(edges) - 1), strict=True)
 
 

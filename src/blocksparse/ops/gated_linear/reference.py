@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...convert import to_dense
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import accumulator
+from ..checks import accumulator, no_refusal
 
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 def gated_linear(

@@ -31,7 +31,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
              [  0,   0]]], dtype=torch.int8)
     """
     if values.is_meta or not values.isfinite().all():
-        raise BlockSparseError.expected("values", "finite numbers", "others, or none on the meta device")
+        raise BlockSparseError.expected("values", "finite numbers", "NaN, infinity, or a meta tensor")
     values = values.detach().float()
     largest = values.flatten(2).abs().amax(-1)[(..., *[None] * (values.dim() - 2))]
     factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)

@@ -7,11 +7,9 @@ import torch
 from ...convert import block_coordinates
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import accumulator
+from ..checks import accumulator, no_refusal
 
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 def linear(

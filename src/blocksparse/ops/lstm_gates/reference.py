@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import no_refusal
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 @torch.no_grad()

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
+from ..checks import no_refusal
 
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+refusal = no_refusal
 
 
 @torch.no_grad()
