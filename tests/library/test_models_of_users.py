@@ -417,15 +417,6 @@ def test_densify_takes_the_optimizer_along(make):
     assert all(not torch.equal(a, b) for a, b in zip(before, dense.parameters(), strict=True))
 
 
-def test_densify_refuses_an_optimizer_that_it_cannot_take_along():
-    model = nn.Sequential(bs.nn.Linear(40, 48, density=0.5, block_size=8))
-    with pytest.raises(bs.BlockSparseError, match=r"optimizer= requires inplace=True"):
-        bs.densify(model, optimizer=torch.optim.SGD(model.parameters()))
-    with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected an optimizer with parameters of the model"):
-        bs.densify(model, inplace=True, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)]))
-    assert isinstance(model[0], bs.nn.Linear)
-
-
 def test_weights_that_are_tied_stay_tied():
     first = bs.nn.Linear(40, 40, density=0.5, block_size=8)
     second = bs.nn.Linear(40, 40, layout=first.layout)
@@ -439,19 +430,6 @@ def test_weights_that_are_tied_stay_tied():
     lstms[1].weight_hh_l0.values = lstms[0].weight_hh_l0.values
     first, second = bs.densify(nn.ModuleList(lstms))
     assert first.weight_hh_l0 is second.weight_hh_l0
-
-
-def test_tied_values_that_make_different_weights_are_refused_by_name():
-    layouts = [bs.BlockLayout(mask, 8) for mask in ([[1, 0], [0, 1]], [[0, 1], [1, 0]])]
-    model = nn.Sequential(*(bs.nn.Linear(16, 16, layout=layout) for layout in layouts))
-    model[1].values = model[0].values
-    with pytest.raises(bs.BlockSparseError, match=r"1.values is tied to 0.values, but their layouts"):
-        bs.densify(model, inplace=True)
-    model[1] = nn.Linear(16, 16)
-    model[1].own = model[0].values
-    with pytest.raises(bs.BlockSparseError, match=r"1.own is tied to 0.values"):
-        bs.densify(model, inplace=True)
-    assert isinstance(model[0], bs.nn.Linear)
 
 
 # -- from sparse to sparser ----------------------------------------------------------------------------------------
@@ -483,29 +461,6 @@ def test_weights_of_a_layer_become_sparser_by_name():
     sparse = bs.sparsify(nn.ModuleList([nn.LSTM(24, 24)]), 0.5, 8, force=True, scope="layer")
     sparser = bs.sparsify(sparse, {"0.weight_hh_l0": 0.25}, force=True)[0]
     assert (sparser.weight_ih_l0.layout.density, sparser.weight_hh_l0.layout.density) == (0.5, 0.25)
-
-
-def test_a_block_sparse_model_that_cannot_become_sparser_is_told_the_way_back():
-    sparse = bs.sparsify(nn.Sequential(nn.Linear(32, 32)), 0.5, 8, force=True)
-    with pytest.raises(bs.BlockSparseError, match=r"got 0.5 for 0.weight 0.5") as told:
-        bs.sparsify(sparse, 0.5, force=True)
-    assert "blocksparse.densify(model) makes them dense again" in str(told.value)
-    for options in ({"data": [torch.randn(3, 32)]}, {"layouts": {"0.weight": bs.patterns.dense((32, 32), 8)}}):
-        with pytest.raises(bs.BlockSparseError, match=r"applies to dense weights.*blocksparse.densify\(model\) first"):
-            bs.sparsify(sparse, 0.25, force=True, **options)
-    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
-    with pytest.raises(bs.BlockSparseError, match="optimizer: expected an optimizer with parameters of the model"):
-        bs.sparsify(sparse, 0.25, force=True, inplace=True, optimizer=other)
-    both = nn.Sequential(sparse[0], bs.nn.Linear(32, 32, layout=sparse[0].layout))
-    both[1].values = both[0].values
-    with pytest.raises(bs.BlockSparseError, match=r"1.weight: expected values of its own .*, got those of 0.weight"):
-        bs.sparsify(both, 0.25, force=True)
-    assert sparse[0].layout.density == 0.5
-
-
-def test_a_torchscript_model_is_refused_by_name():
-    with pytest.raises(bs.BlockSparseError, match="RecursiveScriptModule has no block-sparse counterpart"):
-        bs.sparsify(torch.jit.script(nn.Sequential(nn.Linear(32, 32))), 0.5)
 
 
 def test_densify_gives_the_conv1d_of_transformers_back():

@@ -1,4 +1,4 @@
-"""sparsify on models and arguments that it cannot use: what it says, and that nothing is changed."""
+"""Models and arguments that sparsify, densify and report refuse: the message, and that nothing is changed."""
 
 import copy
 import threading
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize, prune, spectral_norm
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity.calibration import fitting
-from sparsified import layouts_of, mlp
+from sparsified import assert_refused, layouts_of, mlp
 
 pytestmark = pytest.mark.usefixtures("any_backend")
 
@@ -70,76 +70,135 @@ def data():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_mistake_changes_nothing(options, message):
+def test_a_bad_argument_changes_nothing(options, message):
     model = mlp(64, 64, 32)
-    optimizer = torch.optim.Adam(model.parameters())
-    before, text = copy.deepcopy(model.state_dict()), repr(model)
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsify(model, **{"block_size": 16, "density": 0.5, **options}, inplace=True, optimizer=optimizer)
-    assert repr(model) == text
-    torch.testing.assert_close(model.state_dict(), before)
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    options = {
+        "block_size": 16,
+        "density": 0.5,
+        "inplace": True,
+        "optimizer": torch.optim.Adam(model.parameters()),
+    } | options
+    assert_refused(message, bs.sparsify, model, **options)
 
 
-def test_a_module_that_takes_no_other_leaves_the_model_as_it_was():
-    class Frozen(nn.Sequential):
-        def __setattr__(self, name, value):
-            if isinstance(value, bs.nn.Linear):
-                raise RuntimeError("frozen")
-            super().__setattr__(name, value)
-
-    model = nn.Sequential(nn.Linear(64, 64), Frozen(nn.Linear(64, 64)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with pytest.raises(RuntimeError, match="frozen"):
-        bs.sparsify(model, 0.5, 16, force=True, inplace=True, optimizer=optimizer)
-    assert all(type(layer) is nn.Linear for layer in (model[0], model[1][0]))
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+class OfAUser(bs.nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
-def test_models_that_are_refused():
-    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
-        bs.sparsify(nn.Linear(4, 4, device="meta"))
-    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
-        bs.densify(nn.Linear(4, 4, device="meta"))
-    with pytest.raises(bs.BlockSparseError, match=r"model: expected dense weights .*, got ReLU with none"):
-        bs.sparsify(nn.ReLU())
-    for function in (bs.sparsify, bs.densify, bs.report):
-        with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got int"):
-            function(3)
-    model = mlp(32, 32)
-    with pytest.raises(bs.BlockSparseError, match="optimizer= requires inplace=True"):
-        bs.sparsify(model, optimizer=torch.optim.SGD(model.parameters()))
+def inference_model():
+    with torch.inference_mode():
+        return mlp(32, 64, 32)
+
+
+def tied(shared="values"):
+    layouts = [bs.BlockLayout(mask, 8) for mask in ([[1, 0], [0, 1]], [[0, 1], [1, 0]])]
+    model = nn.Sequential(*(bs.nn.Linear(16, 16, layout=layout) for layout in layouts))
+    if shared == "own":
+        model[1] = nn.Linear(16, 16)
+    setattr(model[1], shared, model[0].values)
+    return model
+
+
+def half():
+    return nn.Sequential(bs.nn.Linear(32, 32, density=0.5, block_size=8))
+
+
+def twice_the_same():
+    model = nn.Sequential(*half(), *half())
+    model[1].set_layout(model[0].layout, model[1].values.detach())
+    model[1].values = model[0].values
+    return model
+
+
+OTHER = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+IN_PLACE = {"force": True, "inplace": True}
+SCRIPTED = "RecursiveScriptModule has no block-sparse counterpart"
+REFUSALS = {
+    "meta": (lambda: nn.Linear(4, 4, device="meta"), bs.sparsify, {}, "on the meta device"),
+    "meta, densify": (lambda: nn.Linear(4, 4, device="meta"), bs.densify, {}, "on the meta device"),
+    "no weight": (nn.ReLU, bs.sparsify, {}, r"model: expected dense weights .*, got ReLU with none"),
+    "scripted": (lambda: torch.jit.script(mlp(32, 32)), bs.sparsify, {}, f"0.weight: {SCRIPTED}"),
+    "inference": (
+        inference_model,
+        bs.sparsify,
+        IN_PLACE | {"data": [torch.randn(50, 32)]},
+        r"got 0\.weight, made under torch\.inference_mode\(\)",
+    ),
+    "copy with optimizer": (lambda: mlp(32, 32), bs.sparsify, {"optimizer": OTHER}, "optimizer= requires inplace=True"),
+    "copy with optimizer, densify": (half, bs.densify, {"optimizer": OTHER}, "optimizer= requires inplace=True"),
+    "other optimizer, densify": (
+        half,
+        bs.densify,
+        {"inplace": True, "optimizer": OTHER},
+        "optimizer: expected an optimizer with parameters of the model",
+    ),
+    "other optimizer, sparser": (
+        half,
+        bs.sparsify,
+        IN_PLACE | {"density": 0.25, "optimizer": OTHER},
+        "optimizer: expected an optimizer with parameters of the model",
+    ),
+    "no sparser": (
+        half,
+        bs.sparsify,
+        IN_PLACE | {"density": 0.5},
+        r"blocksparse.densify\(model\) makes them dense again.*got 0.5 for 0.weight 0.5",
+    ),
+    "data, sparser": (
+        half,
+        bs.sparsify,
+        IN_PLACE | {"density": 0.25, "data": [torch.randn(3, 32)]},
+        r"data= applies to dense weights.*blocksparse.densify\(model\) first",
+    ),
+    "layouts, sparser": (
+        half,
+        bs.sparsify,
+        IN_PLACE | {"layouts": {"0.weight": bs.patterns.dense((32, 32), 8)}},
+        r"layouts= applies to dense weights.*blocksparse.densify\(model\) first",
+    ),
+    "tied, sparser": (
+        twice_the_same,
+        bs.sparsify,
+        IN_PLACE | {"density": 0.25},
+        "1.weight: expected values of its own .*, got those of 0.weight",
+    ),
+    "tied, densify": (tied, bs.densify, {"inplace": True}, "1.values is tied to 0.values, but their layouts"),
+    "tied to a dense layer": (lambda: tied("own"), bs.densify, {"inplace": True}, "1.own is tied to 0.values"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refused_model_is_not_changed(case):
+    make, function, options, message = REFUSALS[case]
+    assert_refused(message, function, make(), **options)
+
+
+@pytest.mark.parametrize("function", [bs.sparsify, bs.densify, bs.report])
+def test_a_model_must_be_a_module(function):
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got int"):
+        function(3)
 
 
 # -- in place -----------------------------------------------------------------------------------------------------
 
 
-def test_inference_tensors_are_refused_before_anything_changes(data):
-    with torch.inference_mode():
-        model = mlp(32, 64, 32)
-    before, text = copy.deepcopy(model.state_dict()), repr(model)
-    with pytest.raises(bs.BlockSparseError, match=r"got 0\.weight, made under torch\.inference_mode\(\)"):
-        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True)
-    assert repr(model) == text
-    torch.testing.assert_close(model.state_dict(), before)
-    assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, data=data)), "a copy of it can be changed"
+def test_inference_tensors_can_be_copied_or_changed_in_inference_mode(data):
+    model = inference_model()
+    assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, data=data))
     with torch.inference_mode():
         assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True))
 
 
-def test_what_cannot_be_written_leaves_the_model_as_it_was(data):
+def test_a_tensor_that_cannot_be_written_leaves_the_model_as_it_was(data):
     model = mlp(32, 64, 64, 32)
-    model[2].bias = nn.Parameter(torch.zeros(1).expand(64))  # all of its numbers are one
-    optimizer = torch.optim.Adam(model.parameters())
-    before, text = copy.deepcopy(model.state_dict()), repr(model)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True, optimizer=optimizer)
-    assert repr(model) == text
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    model[2].bias = nn.Parameter(torch.zeros(1).expand(64))  # all of its elements share memory
+    options = IN_PLACE | {"data": data, "optimizer": torch.optim.Adam(model.parameters())}
+    assert_refused("single memory location", bs.sparsify, model, 0.5, 8, error=RuntimeError, **options)
 
 
-def test_a_module_that_takes_no_other_leaves_the_model_its_values(data):
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_module_that_refuses_a_replacement_leaves_the_model_as_it_was(with_data, data):
     class Frozen(nn.Sequential):
         def __setattr__(self, name, value):
             if isinstance(value, BlockSparseModule) and self is model[1]:  # not its copy, which is fitted
@@ -147,24 +206,22 @@ def test_a_module_that_takes_no_other_leaves_the_model_its_values(data):
             super().__setattr__(name, value)
 
     model = nn.Sequential(nn.Linear(32, 32), Frozen(nn.Linear(32, 32)))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="frozen"):
-        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True)
-    assert not layouts_of(model)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    options = IN_PLACE | {"optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)}
+    options |= {"data": data} if with_data else {}
+    assert_refused("frozen", bs.sparsify, model, 0.5, 8, error=RuntimeError, **options)
 
 
-def test_a_criterion_may_write_to_what_it_gets():
+def test_a_criterion_may_write_to_its_argument():
     model = mlp(32, 64)
     before = copy.deepcopy(model.state_dict())
-    made = bs.sparsify(
+    sparse = bs.sparsify(
         model, 0.5, 8, force=True, criterion=lambda _, w: w.zero_().add_(1).unfold(0, 8, 8).unfold(1, 8, 8).sum((2, 3))
     )
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert bs.to_dense(made[0].values, made[0].layout).abs().max() < 1
+    assert bs.to_dense(sparse[0].values, sparse[0].layout).abs().max() < 1
 
 
-# -- models of which a part stays dense ------------------------------------------------------------------------
+# -- models with layers that stay dense ------------------------------------------------------------------------
 
 
 def test_a_weight_without_numbers_stays_dense():
@@ -210,11 +267,6 @@ def test_the_weight_of_a_weight_norm_stays_dense(data):
         bs.sparsify(model[:1], 0.5, 8, force=True)
 
 
-class OfAUser(bs.nn.Linear):
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
 COMPUTED_VALUES = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "values", 0.5),
     "weight norm": lambda layer: nn.utils.weight_norm(layer, "values"),
@@ -225,7 +277,7 @@ COMPUTED_VALUES = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("kind", [*COMPUTED_VALUES, "a user's class", "an LSTM's weight"])
-def test_what_has_no_dense_counterpart_is_not_densified(kind, data):
+def test_a_layer_without_a_dense_counterpart_is_refused(kind, data):
     options = {"density": 0.5, "block_size": 8}
     model = nn.Sequential(bs.nn.Linear(32, 32, **options), nn.ReLU(), bs.nn.Linear(32, 32, **options))
     name, expected = "0", "`values` that are a parameter"
@@ -236,11 +288,8 @@ def test_what_has_no_dense_counterpart_is_not_densified(kind, data):
         prune.l1_unstructured(model[0].weight_hh_l0, "values", 0.5)
     else:
         COMPUTED_VALUES[kind](model[0])
-    before = list(model.modules())
     for inplace in (False, True):
-        with pytest.raises(bs.BlockSparseError, match=f"^{name}: expected {expected}"):
-            bs.densify(model, inplace=inplace)
-    assert list(model.modules()) == before
+        assert_refused(f"^{name}: expected {expected}", bs.densify, model, inplace=inplace)
     made = bs.report(model, example=data[0])
     row = next(row for row in made.rows if name in row.name)
     assert expected in row.note or kind == "pruned bias"  # another layer like it was measured
@@ -248,10 +297,8 @@ def test_what_has_no_dense_counterpart_is_not_densified(kind, data):
 
 
 def test_a_scripted_module_stays_dense():
-    scripted = torch.jit.script(mlp(32, 32))
-    with pytest.raises(bs.BlockSparseError, match=r"0.weight: RecursiveScriptModule has no block-sparse counterpart"):
-        bs.sparsify(scripted, 0.5, 8, force=True)
-    assert list(layouts_of(bs.sparsify(nn.Sequential(nn.Linear(32, 32), scripted), 0.5, 8, force=True))) == ["0.weight"]
+    model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(mlp(32, 32)))
+    assert list(layouts_of(bs.sparsify(model, 0.5, 8, force=True))) == ["0.weight"]
 
 
 def test_a_model_that_cannot_be_copied(data):
