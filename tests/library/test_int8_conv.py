@@ -208,25 +208,6 @@ def test_a_model_in_8_bits(any_backend):
         torch.testing.assert_close(small.to(memory_format=torch.channels_last)(x), expected)
 
 
-def test_states_bring_their_layout(any_backend):
-    small, other = bs.quantize(model()), bs.quantize(model())
-    x = torch.randn(4, 5, 8, 9)
-    with torch.no_grad():
-        assert other[0].layout != small[0].layout
-        assert small[0].values.shape[1:] == (16, 2, 3, 3)
-        other.load_state_dict(small.state_dict())
-        torch.testing.assert_close(other(x), small(x))
-        state = small[0].state_dict()
-        for wrong in (
-            {name: each for name, each in state.items() if name != "scales"},
-            state | {"values": state["values"].flatten(3)},
-            model()[0].state_dict(),
-        ):
-            with pytest.raises(RuntimeError, match=r"values|scales"):
-                other[0].load_state_dict(wrong)
-        torch.testing.assert_close(other(x), small(x))
-
-
 def test_sizes_may_be_open_in_a_graph(any_backend):
     small = bs.quantize(model())[:2]
     dims = {0: torch.export.Dim("n", min=2, max=50), 2: torch.export.Dim("height", min=6, max=50)}

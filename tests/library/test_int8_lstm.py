@@ -170,21 +170,6 @@ def test_the_repr_has_the_layouts():
     assert "(weight_hh_l0): QuantizedWeight((320, 80), block_size=(16, 16), nnz=50, density=0.5)" in text
 
 
-def test_states_bring_their_layouts(any_backend):
-    small, other = bs.quantize(Model()), bs.quantize(Model())
-    x = torch.randint(9, (5, 3))
-    assert other.lstm.weight_hh_l0.layout != small.lstm.weight_hh_l0.layout
-    other.load_state_dict(small.state_dict())
-    torch.testing.assert_close(other(x), small(x))
-    for gone in ("values", "scales"):
-        state = {name: each for name, each in small.state_dict().items() if name != f"lstm.weight_hh_l0.{gone}"}
-        with pytest.raises(RuntimeError, match=gone):
-            other.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"of blocksparse\.quantize"):
-        other.lstm.load_state_dict(Model().lstm.state_dict(), strict=False)
-    torch.testing.assert_close(other.lstm.weight_hh_l0.values, small.lstm.weight_hh_l0.values)
-
-
 def test_steps_may_be_open_in_a_graph(any_backend):
     small = bs.quantize(lstm())
     steps = torch.export.Dim("steps", min=2, max=99)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,17 +100,6 @@ def test_weights_are_drawn_over_the_true_fan_in():
     assert (layer.values[1, :, 18:] == 0).all(), "the padding of the channels"
 
 
-def test_state_dict_brings_its_layout(tmp_path):
-    source = bs.nn.Conv2d(32, 64, 3, density=0.3, block_size=8)
-    target = bs.nn.Conv2d(32, 64, 3, density=0.7, block_size=8)
-    torch.save(source.state_dict(), tmp_path / "saved")
-    target.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
-    x = torch.randn(2, 32, 5, 5)
-    assert target.layout == source.layout
-    assert torch.equal(target(x), source(x))
-    assert torch.equal(copy.deepcopy(source)(x), source(x))
-
-
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 def test_what_comes_next_may_work_in_place(kernel, memory_format):
@@ -136,14 +123,6 @@ def test_a_model_in_channels_last(axes):
     assert model[0].values.grad.shape == model[0].values.shape
     assert torch.equal(model[0](x), before)
     assert model.double()[0].values.dtype == torch.float64
-
-
-def test_deferred_initialization():
-    with torch.device("meta"):
-        layer = bs.nn.Conv2d(16, 16, 3, block_size=8)
-    assert layer(torch.empty(2, 16, 5, 5, device="meta")).shape == (2, 16, 3, 3)
-    layer.to_empty(device="cpu").reset_parameters()
-    assert layer(torch.randn(2, 16, 5, 5)).isfinite().all()
 
 
 def network():
@@ -182,27 +161,6 @@ def test_export_runs_in_a_fresh_process(tmp_path):
     torch.save((x, model(x).detach()), tmp_path / "expected.pt")
     (tmp_path / "program.py").write_text(LOADS_AND_RUNS)
     run_script(1, tmp_path / "program.py", "model.pt2", "expected.pt", folder=tmp_path)
-
-
-def test_training_lowers_a_loss():
-    torch.manual_seed(0)
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    x, target = torch.randn(8, 3, 8, 8), torch.randn(8, 20, 6, 6)
-    losses = []
-    for _ in range(20):
-        loss = F.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-
-
-def test_autocast():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = bs.nn.Conv2d(16, 16, 3, block_size=8)(torch.randn(1, 16, 5, 5))
-    assert y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """GRUs, plain recurrent layers and cells: as torch.nn's, dense and block-sparse, in all forms of their inputs."""
 
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -128,41 +127,15 @@ def test_cells_are_torchs(name, bias):
 
 
 @pytest.mark.parametrize("name", ["GRU", "RNN", "GRUCell", "RNNCell", "LSTMCell"])
-def test_random_patterns_layouts_states_and_pickles(name):
+def test_random_layouts_and_those_of_each_gate(name):
     torch.manual_seed(0)
     made = getattr(bs.nn, name)(8, 16, density=0.5, block_size=8)
     gates = {"GRU": 3, "RNN": 1, "LST": 4}[name[:3]]
     suffix = "" if "Cell" in name else "_l0"
     assert getattr(made, f"weight_hh{suffix}").layout.shape == (gates * 16, 16)
-    other = getattr(bs.nn, name)(8, 16, density=0.3, block_size=8)
-    other.load_state_dict(made.state_dict())
-    x = torch.randn(5, 8)
-    expected = tensors(made(x))
-    torch.testing.assert_close(tensors(other(x)), expected)
-    torch.testing.assert_close(tensors(pickle.loads(pickle.dumps(made))(x)), expected)
     layout = bs.patterns.random((16, 16), 8, density=0.5, seed=0)
     given = getattr(bs.nn, name)(8, 16, layout=layout)
     assert torch.equal(getattr(given, f"weight_hh{suffix}").layout.mask(), layout.mask().repeat(gates, 1))
-
-
-@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])
-def test_dropout_between_layers_in_training_only(kind):
-    torch.manual_seed(0)
-    module = kind(8, 8, 2, dropout=0.9, density=0.5, block_size=4)
-    x = torch.randn(6, 2, 8)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
-
-
-def test_under_autocast_results_are_close():
-    torch.manual_seed(0)
-    gru = bs.nn.GRU(8, 16, density=0.5, block_size=8)
-    x = torch.randn(4, 2, 8)
-    expected = gru(x)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, _ = gru(x)
-    assert (y.float() - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])

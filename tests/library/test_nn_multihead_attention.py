@@ -1,6 +1,5 @@
 """Block-sparse multi-head attention: as torch.nn's, alone and inside of PyTorch's layers, with each of its options."""
 
-import copy
 import warnings
 
 import pytest
@@ -148,11 +147,6 @@ def test_layouts_by_hand_and_at_random():
     other = bs.nn.MultiheadAttention(12, 2, kdim=20, density=0.5, block_size=8)
     assert other.q_proj_weight.layout.shape == (16, 16)
     assert other.k_proj_weight.layout.shape == (16, 24)
-    loaded = bs.nn.MultiheadAttention(12, 2, kdim=20, density=0.3, block_size=8)
-    loaded.load_state_dict(other.state_dict())
-    q, k, v = torch.randn(4, 2, 12), torch.randn(5, 2, 20), torch.randn(5, 2, 12)
-    torch.testing.assert_close(loaded(q, k, v), other(q, k, v))
-    torch.testing.assert_close(copy.deepcopy(other)(q, k, v), other(q, k, v))
 
 
 def test_dropout_only_in_training():
@@ -164,16 +158,6 @@ def test_dropout_only_in_training():
         assert not torch.equal(*made)
     ours.eval()
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
-
-
-def test_autocast_and_half_precision():
-    torch.manual_seed(0)
-    ours = bs.nn.MultiheadAttention(16, 2, density=0.5, block_size=8)
-    x = torch.randn(6, 2, 16)
-    expected = ours(x, x, x)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, _ = ours(x, x, x)
-    assert (y.float() - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -238,11 +222,3 @@ def test_compiled_in_one_graph(form):
     x, k = torch.randn(5, 2, 12, dtype=torch.float64), torch.randn(6, 2, 12, dtype=torch.float64)
     given = {"self": (x, x, x), "keys": (x, k, k), "all": (x, k, k.clone())}[form]
     close(torch.compile(ours, backend="eager", fullgraph=True)(*given), ours(*given))
-
-
-def test_without_a_batch_to_compute_and_on_meta():
-    ours = bs.nn.MultiheadAttention(16, 2, density=0.5, block_size=8)
-    nothing = torch.randn(5, 0, 16)
-    assert ours(nothing, nothing, nothing)[0].shape == (5, 0, 16)
-    meta = torch.randn(5, 2, 16, device="meta")
-    assert ours.to("meta")(meta, meta, meta)[0].shape == (5, 2, 16)

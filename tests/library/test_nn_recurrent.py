@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import warnings
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 import blocksparse as bs
 from blocksparse.nn.module import Weight
@@ -364,19 +361,6 @@ def test_autocast_and_sixteen_bits(cell):
 
 
 @pytest.mark.parametrize("cell", MODULES)
-def test_copies_pickles_and_state_dicts(cell):
-    torch.manual_seed(0)
-    module = MODULES[cell](20, HIDDEN, density=0.5, block_size=8)
-    x = torch.randn(3, 2, 20)
-    expected = module(x)[0]
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(x)[0], expected)
-    other = MODULES[cell](20, HIDDEN, density=0.5, block_size=8)  # of other random layouts
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(x)[0], expected)
-
-
-@pytest.mark.parametrize("cell", MODULES)
 def test_compiled(cell):
     torch.manual_seed(0)
     module = MODULES[cell](8, 16, density=0.5, block_size=8)
@@ -461,40 +445,6 @@ def test_a_folded_multiplicative_lstm_has_its_weights_as_they_count(options):
 def test_bad_input(message):
     with pytest.raises(bs.BlockSparseError, match=message):
         BAD[message]()
-
-
-@pytest.mark.parametrize("cell", MODULES)
-def test_what_torch_does_with_modules(cell):
-    module = MODULES[cell](16, 24, num_layers=2, bidirectional=True, density=0.5, block_size=8).double()
-    x = torch.randn(3, 5, 2, 16, dtype=torch.float64)
-    upstream = torch.randn(5, 2, 48, dtype=torch.float64)
-
-    def loss(x):
-        return (module(x)[0] * upstream).sum()
-
-    expected = torch.stack([torch.autograd.functional.jacobian(loss, each) for each in x])
-    with torch.no_grad():
-        close(torch.vmap(lambda x: module(x)[0])(x), torch.stack([module(each)[0] for each in x]))
-    close(torch.func.vmap(torch.func.grad(loss))(x), expected)
-    one = x[0].clone().requires_grad_()
-    loss_of_one = checkpoint(loss, one, use_reentrant=False)
-    close(torch.autograd.grad(loss_of_one, one)[0], expected[0])
-    (batched,) = torch.autograd.grad(module(one)[0], one, torch.stack([upstream, 2 * upstream]), is_grads_batched=True)
-    close(batched, torch.stack([expected[0], 2 * expected[0]]))
-
-
-@pytest.mark.parametrize("cell", MODULES)
-def test_no_sequences_and_no_memory(cell):
-    module = MODULES[cell](16, 24, density=0.5, block_size=8)
-    y, (h, c) = module(torch.randn(5, 0, 16))
-    assert (y.shape, h.shape, c.shape) == ((5, 0, 24), (1, 0, 24), (1, 0, 24))
-    y.sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in module.parameters())
-    module = module.to("meta")
-    y, (h, _) = module(torch.randn(5, 3, 16, device="meta"))
-    assert (y.shape, h.shape, y.device.type) == ((5, 3, 24), (1, 3, 24), "meta")
-    y.sum().backward()
-    assert all(parameter.grad.is_meta for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("cell", ["lstm", "smallworld", pytest.param("mlstm", marks=pytest.mark.full)])
