@@ -63,7 +63,7 @@ def test_many_layouts_one_recompilation(name, densities, layouts):
             evolve(net, step, densities[0] + (densities[1] - densities[0]) * step / (layouts - 1))
 
 
-def test_a_graph_for_any_layout_sees_what_others_wrote_to_the_buffers():
+def test_a_graph_for_any_layout_notices_overwritten_buffers():
     net, x = bs.nn.Linear(32, 48, density=0.5, block_size=8), torch.randn(5, 32)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     compiled(x)

@@ -50,7 +50,7 @@ def test_special_values(backend):
 
 
 @on_every_backend
-def test_the_same_for_any_number_of_threads(backend):
+def test_results_do_not_depend_on_threads(backend):
     x, threads = torch.randn(200, 300), torch.get_num_threads()
     found = []
     with running(backend):

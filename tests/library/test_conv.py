@@ -239,7 +239,7 @@ def test_named_paddings(backend, kernel, dilation, padding):
 
 
 @pytest.mark.parametrize("backend", [*FAST, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)])
-def test_long_sums_lose_little(backend):
+def test_long_sums_are_accurate(backend):
     layout = bs.patterns.dense((16, 2048), 16)
     with running(backend):
         x, values = torch.randn(1, 4, 4, 2048), torch.randn(*layout.values_shape, 3, 3)
@@ -271,7 +271,7 @@ def test_outputs_that_no_tap_reaches(backend):
 
 
 @on_every_backend_in_its_dtypes
-def test_nan_flows_only_where_it_is_connected(backend, dtype):
+def test_nan_reaches_connected_outputs_only(backend, dtype):
     with running(backend):
         layout = bs.BlockLayout([[True, False], [True, True]], block_size=16)
         x = torch.randn(2, 32, 7, 7, dtype=dtype)
@@ -316,7 +316,7 @@ def test_strides(backend, made):
         torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_memory_format_is_that_of_x():
+def test_the_output_has_the_memory_format_of_x():
     layout = bs.patterns.dense((16, 8), block_size=8)
     x, values = torch.randn(2, 8, 5, 5), torch.randn(*layout.values_shape, 3, 3)
     assert bs.conv2d(x, values, layout).is_contiguous()

@@ -48,7 +48,7 @@ def fitting():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_input_says_what_was_expected_and_what_came(function, changed, message):
+def test_bad_input_is_refused(function, changed, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         function(**{**fitting(), **changed})
 
@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit(function, changed, message):
         lambda x, g, v, i: conv_wgrad_op(g, x, i[0], 0, False, [3, 3], *STEPS),
     ],
 )
-def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
+def test_direct_calls_of_the_op_stay_within_memory(wrong):
     layout = bs.patterns.dense((32, 64), block_size=16)
     with pytest.raises(bs.BlockSparseError, match="expected"):
         wrong(torch.randn(2, 6, 6, 64), torch.randn(2, 4, 4, 32), torch.randn(8, 16, 16, 3, 3), indices(layout))

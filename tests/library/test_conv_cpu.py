@@ -52,7 +52,7 @@ def test_bit_identical_over_runs_and_thread_counts(backend, dtype, density, thre
 
 
 @on_every_isa
-def test_an_image_alone_gives_the_same_bits_as_among_others(backend):
+def test_results_of_an_image_do_not_depend_on_the_batch(backend):
     layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
     x, values = torch.randn(20, 8, 9, 64), torch.randn(*layout.values_shape, 3, 3)
     with running(backend):

@@ -91,7 +91,7 @@ def test_positions_that_share_inputs_agree_with_float64(transposed, space, kerne
 
 
 @pytest.mark.parametrize(("kind", "together"), [("sm90", (4, 4, 4, 4, 4)), ("sm100", (4, 1, 1, 4, 1))])
-def test_positions_share_inputs_where_tensor_memory_has_room_for_their_sums(kind, together):
+def test_positions_share_inputs_if_tensor_memory_fits_their_sums(kind, together):
     gpu = Gpu("", kind, 132, 227 * 1024)
 
     def of(pass_: str, block: int, taps: int) -> int:
@@ -103,7 +103,7 @@ def test_positions_share_inputs_where_tensor_memory_has_room_for_their_sums(kind
     assert (*(of("wgrad", block, 3) for block in (16, 32, 64)), *(of("forward", 64, n) for n in (3, 4))) == together
 
 
-def test_what_is_not_a_number_stays_with_the_outputs_that_exist():
+def test_nan_does_not_reach_outputs_beyond_the_border():
     # Groups of positions end beyond the axis: what is read for those that do not exist must reach no sum.
     with running("triton-tuned"), tf32("tf32"):
         layout = bs.patterns.dense((16, 16), 16)

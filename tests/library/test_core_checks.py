@@ -184,7 +184,7 @@ def test_gates_without_features():
 
 
 @pytest.mark.parametrize("setting", ["default dtype", "default device"])
-def test_outputs_and_working_memory_whatever_torch_makes_by_default(setting):
+def test_torch_defaults_do_not_change_outputs_and_working_memory(setting):
     torch.manual_seed(0)
     layout = bs.patterns.dense((40, 40), 1)
     x, grad, values = torch.randn(40, 40), torch.randn(40, 40), torch.randn(layout.values_shape)
@@ -330,7 +330,7 @@ def test_columns_outside_of_the_matrix_are_not_turned(col):
     ids=["rows", "columns", "blocks", "channels", "channels transposed"],
 )
 @pytest.mark.parametrize(("grid", "block"), [((1, 2**31), 2), ((1, 1), (2**31, 1))], ids=["columns", "high blocks"])
-def test_plans_of_what_int32_does_not_reach_are_refused(plan, grid, block):
+def test_plans_beyond_int32_are_refused(plan, grid, block):
     layout = bs.BlockLayout.from_indices([0], [grid[1] - 1], grid, block)
     with pytest.raises(bs.BlockSparseError, match=r"layout: expected below 2\^31"):
         plan(layout)
@@ -482,7 +482,7 @@ def test_an_operand_without_memory_is_refused(absent):
 
 
 @pytest.mark.parametrize("freed", ["x", "values"])
-def test_an_operand_whose_storage_was_freed_is_refused(freed):
+def test_freed_storages_are_refused(freed):
     layout = bs.patterns.dense((4, 4), block_size=2)
     operands = {"x": torch.ones(3, 4), "values": torch.ones(4, 2, 2)}
     operands[freed].untyped_storage().resize_(0)

@@ -20,7 +20,7 @@ in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(
 @pytest.mark.parametrize("count", [0, 1, 7, 31, 33, 1000, PART, PART + 1, 3 * PART + 45])
 @in_every_dtype
 @on_every_backend
-def test_each_number_by_its_code(backend, dtype, count):
+def test_outputs_follow_the_codes(backend, dtype, count):
     x = torch.randn(count).to(dtype)
     x[3::50] = 0
     least, slope = dropout.least_of(0.3), -0.6
@@ -38,7 +38,7 @@ def test_each_number_by_its_code(backend, dtype, count):
 
 
 @on_every_backend
-def test_nothing_of_what_is_dropped_and_all_of_what_is_not(backend):
+def test_special_values_are_dropped_or_kept_whole(backend):
     x = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(500)
     with running(backend):
         y, code = dropout.forward(x, dropout.factors_of(2**15, 0.5), 1, 2**15)
@@ -50,7 +50,7 @@ def test_nothing_of_what_is_dropped_and_all_of_what_is_not(backend):
 
 
 @on_every_backend
-def test_the_same_for_any_strides_and_any_number_of_threads(backend):
+def test_results_do_not_depend_on_strides_and_threads(backend):
     x = torch.randn(200, 300)
     threads = torch.get_num_threads()
     found = []
@@ -63,7 +63,7 @@ def test_the_same_for_any_strides_and_any_number_of_threads(backend):
     assert all(torch.equal(each, expected) for each in found)
 
 
-def test_what_is_drawn():
+def test_random_numbers_equal_the_published_algorithm():
     """The first numbers of a stream by the published algorithm, in plain integers."""
     mask = 2**64 - 1
     seed, part, lane = 123456789, 1, 3
@@ -93,7 +93,7 @@ def test_levels_are_equally_likely_and_independent():
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.3, 1 - 1e-9])
-def test_some_stay_and_the_expectation_is_kept(p):
+def test_some_numbers_stay_and_the_expectation_is_preserved(p):
     least = dropout.least_of(p)
     assert 0 <= least < dropout.LEVELS
     assert dropout.factors_of(least, 1)[1] * (1 - least / dropout.LEVELS) == pytest.approx(1)

@@ -86,7 +86,7 @@ def test_any_strides_and_shapes(backend):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_that_is_not_finite_gives_nan_and_no_other(backend, bad):
+def test_only_tokens_that_are_not_finite_give_nan(backend, bad):
     layout = bs.patterns.dense((32, 40), 8)
     values, scales = quantized(torch.randn(layout.values_shape))
     x = torch.randn(9, 40)

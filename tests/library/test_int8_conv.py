@@ -126,7 +126,7 @@ def test_more_outputs_than_are_rounded_at_once(backend):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_outputs_that_see_what_is_not_finite_are_nan_and_no_other(backend, bad):
+def test_only_outputs_of_patches_that_are_not_finite_are_nan(backend, bad):
     x, values, scales, layout, steps = operands("even")
     with running(backend):
         expected = int8_conv(x, values, scales, layout, **steps)

@@ -85,7 +85,7 @@ def test_the_definition(backend, dtype, options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_packed_sequences_are_those_alone(backend, reverse):
+def test_packed_sequences_equal_single_ones(backend, reverse):
     small = bs.nn.QuantizedLSTM.of(lstm(bidirectional=reverse, proj_size=20))
     sequences = [torch.randn(steps, 50) for steps in (2, 5, 1, 5)]
     with running(backend):
@@ -108,7 +108,7 @@ def test_rows_of_a_table(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_that_is_not_finite_gives_nan_from_there_and_no_other(backend):
+def test_only_a_sequence_that_is_not_finite_gives_nan_from_then_on(backend):
     small = bs.nn.QuantizedLSTM.of(lstm())
     x = torch.randn(5, 3, 50)
     with running(backend):

@@ -102,7 +102,7 @@ def flushed(tensor):
 
 @every_product
 @on_every_isa_in_its_dtypes
-def test_special_values_go_where_the_reference_has_them(isa, dtype, product):
+def test_special_values_are_those_of_the_reference(isa, dtype, product):
     function, slack = PRODUCTS[product], 16 * torch.finfo(dtype).smallest_normal
     cases = [operands(dtype, size, where) for size in (1, 2, 8, 32) for where in ("x", "grad", "values")]
     with running(f"cpu-{isa}"):
@@ -120,7 +120,7 @@ def test_special_values_go_where_the_reference_has_them(isa, dtype, product):
 
 @every_product
 @on_every_isa_in_its_dtypes
-def test_empty_rows_are_the_activated_bias_whatever_the_input(isa, dtype, product):
+def test_empty_rows_are_the_activated_bias_for_any_input(isa, dtype, product):
     for block_size in (1, 8):
         x, grad, values, bias, layout = operands(dtype, block_size, "x")
         x.fill_(torch.nan)
@@ -220,7 +220,7 @@ def test_the_users_own_mode_is_as_before_on_every_thread(isa):
 
 
 @on_every_isa
-def test_float16_is_read_in_full_where_the_user_flushes(isa):
+def test_float16_denormals_are_read_even_if_the_user_flushes(isa):
     tensors = of_powers(torch.float16, 8, -20, -20, 0)
     with running(f"cpu-{isa}"):
         expected = linear(*tensors)

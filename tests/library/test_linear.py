@@ -171,7 +171,7 @@ def test_long_rows_and_many_tokens(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", [*FAST, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)])
-def test_long_sums_lose_little(backend):
+def test_long_sums_are_accurate(backend):
     # 12288 terms and 12288 tokens: a single running sum would be at the bound or beyond it.
     layout = bs.patterns.dense((32, 12288), block_size=32)
     with running(backend):
@@ -227,7 +227,7 @@ def test_strided_batches(backend, permutation):
 
 
 @on_every_backend_in_its_dtypes
-def test_nan_flows_only_where_it_is_connected(backend, dtype):
+def test_nan_reaches_connected_outputs_only(backend, dtype):
     layout = bs.BlockLayout([[True, False], [True, True]], block_size=16)
     with running(backend):
         x, values = torch.randn(20, 32, dtype=dtype), torch.randn(layout.values_shape, dtype=dtype)
@@ -297,7 +297,7 @@ def test_compiles_into_one_graph_and_trains_in_it(activation):
 
 
 @pytest.mark.usefixtures("any_backend")
-def test_graphs_made_from_index_tensors_alone_know_their_layout():
+def test_a_layout_is_built_from_unknown_index_tensors():
     # As in a graph loaded from a file: index tensors that no layout of this process made.
     layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
     x, values = torch.randn(3, 96), torch.randn(layout.values_shape)
@@ -333,7 +333,7 @@ def fitting():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_input_says_what_was_expected_and_what_came(changed, message):
+def test_bad_input_is_refused(changed, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         bs.linear(**{**fitting(), **changed})
 
@@ -359,14 +359,14 @@ def test_bad_input_says_what_was_expected_and_what_came(changed, message):
         lambda x, grad, v, i: linear_wgrad_op(grad[:, :-1], x, *i),
     ],
 )
-def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
+def test_direct_calls_of_the_op_stay_within_memory(wrong):
     layout = bs.patterns.dense((32, 64), block_size=16)
     indices = layout.indices_on("cpu"), layout.grid[1]
     with pytest.raises(bs.BlockSparseError, match="expected"):
         wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
 
 
-def test_dtypes_without_a_kernel_are_refused_with_the_way_out():
+def test_the_error_of_dtypes_without_a_kernel_has_a_remedy():
     layout = bs.patterns.dense((2, 2), block_size=2)
     x, values = torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, 2, dtype=torch.complex64)
     with pytest.raises(bs.BlockSparseError, match=r"complex64 on cpu.*use_backend\(\"reference\"\)"):

@@ -243,7 +243,7 @@ def test_without_gradients_in_every_dtype(dtype):
 
 
 @torch.no_grad()
-def test_without_gradients_what_does_not_fit_is_refused_as_ever():
+def test_bad_input_is_refused_without_gradients_too():
     layout = bs.patterns.dense((8, 8), block_size=4)
     x, values, bias = torch.randn(3, 8), torch.randn(layout.values_shape), torch.randn(8)
     bs.linear(x, values, layout, bias)

@@ -186,7 +186,7 @@ def test_a_layout_may_be_dropped_while_another_stream_still_uses_it():
 
 
 @pytest.mark.parametrize("case", ["linear", "steps", "attention"])
-def test_the_allocator_is_told_which_streams_use_index_tensors(case, monkeypatch):
+def test_index_tensors_are_recorded_on_each_stream(case, monkeypatch):
     told, stream = [], [7]
     layout = bs.patterns.random((128, 32), block_size=16, density=1, seed=0)
     if case == "linear":
@@ -220,7 +220,7 @@ def test_the_allocator_is_told_which_streams_use_index_tensors(case, monkeypatch
     assert all(any(isinstance(each, torch.Tensor) for each in of) for _, of in told)
 
 
-def test_no_stream_is_told_without_a_gpu():
+def test_no_stream_is_recorded_without_a_gpu():
     class Index(torch.Tensor):
         def record_stream(self, stream):
             raise AssertionError
@@ -242,7 +242,7 @@ def test_too_many_blocks_for_its_indices_are_refused():
         backend._schedule(SimpleNamespace(nnz=2**31), DEVICE, torch.float32, 16)
 
 
-def test_what_it_does_not_serve_is_refused_before_any_launch():
+def test_refusals_come_before_any_launch():
     layout = bs.patterns.dense((4, 4), block_size=2)
     with bs.use_backend("triton"):
         with pytest.raises(bs.BlockSparseError, match=r"triton backend refuses: it serves torch\.float32"):
@@ -250,7 +250,7 @@ def test_what_it_does_not_serve_is_refused_before_any_launch():
         assert bs.linear(torch.ones(1, 4, device="meta"), torch.ones(4, 2, 2, device="meta"), layout).is_meta
 
 
-def test_out_of_resources_says_what_to_do():
+def test_the_error_of_out_of_resources_names_a_remedy():
     class OutOfResources(Exception):
         pass
 

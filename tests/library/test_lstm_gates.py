@@ -277,7 +277,7 @@ def test_rows_more_than_two_to_the_31_numbers_apart(backend):
         ("gates_out", torch.empty(3, 16, device="meta")),
     ],
 )
-def test_what_would_leave_the_memory_is_refused(backend, name, wrong):
+def test_tensors_of_wrong_sizes_are_refused(backend, name, wrong):
     with running(backend):
         good = {"z": (3, 16), "add": (16,), "gain": (16,), "c": (3, 4), "h_out": (3, 4), "c_out": (3, 4)}
         operands = {key: torch.randn(shape) for key, shape in good.items()}
@@ -286,7 +286,7 @@ def test_what_would_leave_the_memory_is_refused(backend, name, wrong):
             lstm_gates.forward(**(operands | {name: wrong}))
 
 
-def test_the_backend_is_that_of_the_device():
+def test_the_device_determines_the_backend():
     module = lstm_gates.LSTM_GATES.on(torch.device("cpu"), torch.float32)
     assert module.__name__.endswith("lstm_gates.cpu")
     with pytest.raises(bs.BlockSparseError, match=r"lstm_gates.*int32"):

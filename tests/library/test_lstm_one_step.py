@@ -100,7 +100,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_results_are_those_of_the_weights_as_they_are(change):
+def test_changed_weights_count_in_the_next_call(change):
     module, x, hx = of()
     before = check(module, x, hx)[0]
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_bad_input_is_refused_as_on_the_long_way(message):
 
 @torch.no_grad()
 @pytest.mark.parametrize("state", [0, 1], ids=["h", "c"])
-def test_a_state_whose_storage_was_freed_is_refused(state):
+def test_states_with_freed_storages_are_refused(state):
     module, x, hx = of()
     module(x, hx)
     freed(hx[state])

@@ -154,7 +154,7 @@ def test_an_empty_batch():
     assert (y.shape, h.shape, c.shape) == ((0, 48), (0, 48), (0, 48))
 
 
-def test_gates_of_several_layouts_have_none(monkeypatch):
+def test_gates_with_different_layouts_are_not_fused(monkeypatch):
     mask = np.ones((8, 2), dtype=bool)
     equal = bs.BlockLayout(mask, 8)
     with running("triton-tuned"):

@@ -34,7 +34,7 @@ def test_a_step(backend, dtype):
 
 
 @on_every_backend
-def test_tensors_in_pieces_and_of_several_dtypes(backend):
+def test_strided_tensors_and_several_dtypes(backend):
     weights, velocities, grads = tensors(torch.float32, [(6, 4), (5,)])
     grads[0] = grads[0].T.contiguous().T
     weights[1], velocities[1], grads[1] = weights[1].double(), velocities[1].double(), grads[1].double()

@@ -175,7 +175,7 @@ def test_inputs_from_a_table(cell, steps):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_first_and_second_derivatives_are_those_of_finite_differences(cell):
+def test_first_and_second_derivatives_equal_finite_differences(cell):
     recurrence, tensors = case(cell, Steps((2, 1)), True, hidden=8)
     leaves = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     # A random combination, so that no whole Jacobian is computed.

@@ -39,7 +39,7 @@ def no_core(monkeypatch):
     forget_core()
 
 
-def test_every_backend_is_usable_or_says_why_not():
+def test_every_backend_is_usable_or_has_a_reason():
     known = bs.backends()
     assert set(known) == {"triton", "cpu", "reference"}
     for name, status in known.items():
@@ -81,7 +81,7 @@ def test_use_backend_holds_in_other_threads():
     assert seen == [op.reference]
 
 
-def test_each_with_takes_back_its_own():
+def test_each_use_backend_removes_its_own_entry():
     first, second = bs.use_backend("reference"), bs.use_backend("cpu")
     first.__enter__()
     second.__enter__()
@@ -118,7 +118,7 @@ def test_a_backend_that_is_off_gives_its_reason(name):
     assert str(caught.value) == f"backend: expected a usable one, got {name!r}, which is off here: {reason}"
 
 
-def test_a_refused_dtype_gives_the_reason_and_a_way_out():
+def test_the_error_of_a_refused_dtype_has_a_reason_and_a_remedy():
     with pytest.raises(
         bs.BlockSparseError, match=r"linear: expected .* got torch\.int32 on cpu: the cpu backend refuses"
     ) as caught:
@@ -141,7 +141,7 @@ def test_a_device_without_backend():
         chosen(torch.device("mps"))
 
 
-def test_missing_core_says_how_to_build_it(no_core):
+def test_the_error_of_a_missing_core_explains_the_build(no_core):
     assert not bs.backends()["cpu"]
     for attempt in (call, cpu_core.core, lambda: bs.use_backend("cpu").__enter__()):
         with pytest.raises(bs.BlockSparseError, match=r"blocksparse\._core does not load.*pip install \."):
@@ -150,7 +150,7 @@ def test_missing_core_says_how_to_build_it(no_core):
         assert (call() == 4).all()
 
 
-def test_core_is_back():
+def test_the_core_is_back_after_the_test_without_it():
     assert bs.backends()["cpu"]
     assert (call() == 4).all()
 

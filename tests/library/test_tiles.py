@@ -70,7 +70,7 @@ def test_the_switch_of_tf32_counts_at_once():
     assert now() == exact
 
 
-def test_tuned_tiles_are_read_back_and_chosen_for_that_gpu_alone(folder):
+def test_tuned_tiles_are_used_on_their_gpu_only(folder):
     exact = Work("wgrad", torch.float32, (16, 16), 1024, 0.5, tf32=False)
     rounded = replace(exact, tf32=True)
     tuned = {WORK: ODD, exact: replace(ODD, warps=8), rounded: replace(ODD, stages=2)}
@@ -85,7 +85,7 @@ def test_tuned_tiles_are_read_back_and_chosen_for_that_gpu_alone(folder):
     assert tiles.tile_for(WORK, other) == tiles.rule(WORK, other)
 
 
-def test_the_nearest_tuned_work_is_chosen_and_none_of_another_kind(folder):
+def test_the_nearest_tuned_work_of_the_same_kind_is_chosen(folder):
     far = replace(WORK, tokens=128, density=0.9)
     tiles.write(folder / "shipped" / "nvidia-h200.json", H200, {WORK: ODD, far: replace(ODD, warps=8)}, {})
     assert tiles.tile_for(replace(WORK, tokens=4096), H200).warps == 4
@@ -126,13 +126,13 @@ def test_tiles_that_cannot_be_are_refused(folder, tile):
     ],
     ids=str,
 )
-def test_two_rows_at_a_time_are_for_what_reads_inputs_most(change, pays):
+def test_two_rows_at_a_time_only_if_inputs_bound_the_time(change, pays):
     tile = tiles.tile_of_pairs(replace(WORK, **change), H200)
     assert (tile is not None) is pays
     assert tile is None or tile.pairs
 
 
-def test_no_pairs_where_a_tile_was_tuned_or_forced_or_tensor_cores_read_registers(folder):
+def test_no_pairs_for_tuned_or_forced_tiles_or_older_tensor_cores(folder):
     assert tiles.tile_of_pairs(WORK, GPUS["sm80"]) is None
     with tiles.use_tiles(forward=ODD):
         assert tiles.tile_of_pairs(WORK, H200) is None
@@ -177,7 +177,7 @@ def test_a_hub_is_cut_sooner_than_a_row_like_the_others():
 @pytest.mark.parametrize(("pass_", "shared", "pairs"), [
     ("forward", 8, True), ("dgrad", 8, True), ("forward", 2, True), ("dgrad", 2, False), ("forward", 1, False),
 ])  # fmt: skip
-def test_rows_come_in_pairs_where_enough_of_their_inputs_are_shared(pass_, shared, pairs):
+def test_rows_are_paired_if_they_share_enough_inputs(pass_, shared, pairs):
     """Two rows of eight blocks each, which share a number of inputs: the loads saved, of 16."""
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :8] = mask[1, 8 - shared : 16 - shared] = True

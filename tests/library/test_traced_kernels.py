@@ -41,7 +41,7 @@ def traced(*arguments):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_compiled_graph_sees_through_to_the_kernels(name):
+def test_a_compiled_graph_is_lowered_to_the_kernels(name):
     calls, _ = traced(name)
     assert calls.count("triton_kernel_wrapper_functional") == len(KERNELS[name])
     ops = [call for call in calls if "blocksparse" in call]
@@ -53,7 +53,7 @@ def test_a_compiled_graph_sees_through_to_the_kernels(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_its_launches_are_those_without_a_graph(name):
+def test_launches_of_a_graph_equal_eager_ones(name):
     _, launches = traced(name)
     of_graph, eager = launches["traced"], launches["eager"]
     if name == "conv, stride 3":
@@ -72,24 +72,24 @@ def test_a_gpu_that_the_kernels_refuse_keeps_the_op(name):
     assert_ops(traced(name, "refused")[0], name)
 
 
-def test_a_batch_by_vmap_which_has_more_rows_than_the_schedule_is_for_keeps_the_op():
+def test_a_batch_of_vmap_keeps_the_op():
     assert_ops(traced("linear", "vmap")[0], "linear")
 
 
 @pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
-def test_as_many_rows_as_are_found_out_when_it_runs_keep_the_op(name):
+def test_a_number_of_rows_known_at_run_time_keeps_the_op(name):
     assert_ops(traced(name, "counted")[0], "conv" if "conv" in name else name)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
-def test_exported_graphs_have_the_op_for_any_number_of_rows(name):
+def test_exported_graphs_keep_the_op_for_any_number_of_rows(name):
     calls, _ = traced(name, "exported")
     ops = [call for call in calls if "blocksparse" in call or "triton" in call]
     assert ops == [f"blocksparse.{'conv' if 'conv' in name else name}.default"]
 
 
 @pytest.mark.parametrize("name", ["linear", "conv"])
-def test_within_use_backend_it_is_compiled_again_with_the_op(name):
+def test_use_backend_recompiles_with_the_op(name):
     calls, _ = traced(name, "forced")
     second = len(calls) - calls[::-1].index(next(call for call in calls[::-1] if call.startswith("compiled")))
     assert "triton_kernel_wrapper_functional" in calls[:second]

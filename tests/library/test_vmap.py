@@ -141,7 +141,7 @@ def test_forward_mode_is_refused(name, mode):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_batch_of_inputs_alone_is_one_product(name, monkeypatch):
+def test_a_batch_of_inputs_is_one_product(name, monkeypatch):
     function, shape, kernel = CASES[name]
     values, bias = torch.randn(*LAYOUT.values_shape, *kernel), torch.randn(12)
     x = torch.randn(5, *shape)

@@ -42,7 +42,7 @@ def test_shape_dtype_and_strides():
     assert not tensor._is_view()
 
 
-def test_what_autograd_keeps_is_in_use():
+def test_tensors_saved_by_autograd_are_in_use():
     x = workspace.empty(SHAPE, torch.float32, CPU).fill_(2)
     weight = torch.ones(SHAPE, requires_grad=True)
     y = x * weight
@@ -53,7 +53,7 @@ def test_what_autograd_keeps_is_in_use():
     assert torch.equal(weight.grad, torch.full(SHAPE, 2.0))
 
 
-def test_what_is_in_shared_memory_is_left_alone():
+def test_buffers_in_shared_memory_are_not_reused():
     tensor = workspace.empty(SHAPE, torch.float32, CPU).fill_(1)
     tensor.share_memory_()
     address = tensor.data_ptr()
@@ -66,7 +66,7 @@ def test_small_ones_are_not_kept():
     assert kept() == 0
 
 
-def test_what_is_of_no_use_is_given_back(monkeypatch):
+def test_idle_buffers_are_freed(monkeypatch):
     workspace.empty(SHAPE, torch.float32, CPU)
     for i in range(workspace.MAX_IDLE_FACTOR + 2):
         workspace.empty((4096 + i, 1024), torch.float32, CPU)

@@ -110,8 +110,8 @@ def _product(
     gate: Tensor | None, transpose: bool,
 ) -> Tensor:  # fmt: skip
     """Check the arguments of both products and call the fastest way that can serve them."""
-    kinds = gate is None and isinstance(layout, BlockLayout) and x is not None and values is not None
-    direct = kinds and can_bypass_dispatcher(x, values, bias, plain_call=True)
+    usual = gate is None and isinstance(layout, BlockLayout) and x is not None and values is not None
+    direct = usual and can_bypass_dispatcher(x, values, bias, plain_call=True)
     if not direct:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
