@@ -122,6 +122,7 @@ class RunResult:
 
     @property
     def key(self) -> tuple[int, int]:
+        """The size and the seed, which identify a run."""
         return self.run["neurons"], self.run["seed"]
 
 
@@ -146,6 +147,7 @@ class Phases(Callback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Record memory and seconds of a phase."""
         self._mark()
         self._open.append(name)
         start = time.perf_counter()
@@ -232,7 +234,7 @@ def measure(spec: ExtremeRun, folder: Path, say: Say = lambda text: None, force:
     folder.mkdir(parents=True, exist_ok=True)
     for what, needed, there in (
         ("memory", spec.predicted, available_memory()),
-        ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
+        ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk_bytes(folder)),
     ):
         if needed > there and not force:
             size = f"{needed / 2**30:.1f} GiB free for {spec.connections:,} connections"
@@ -249,7 +251,7 @@ def measure(spec: ExtremeRun, folder: Path, say: Say = lambda text: None, force:
         return RunResult(**read_json(Path(out)))
 
 
-def _free_disk(folder: Path) -> int:
+def _free_disk_bytes(folder: Path) -> int:
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
@@ -258,7 +260,7 @@ def lines(results: Sequence[RunResult]) -> dict[str, Line]:
     """Return the lines of peak memory in bytes and of seconds of a step against connections; none for fewer than three
     sizes.
     """
-    if _sizes(results) < 3:
+    if _count_sizes(results) < 3:
         return {}
     x = [one.connections for one in results]
     memory, seconds = [one.most for one in results], [one.seconds["train"] for one in results]
@@ -278,7 +280,7 @@ def read(path: Path) -> list[RunResult]:
         raise BlockSparseError.expected(str(path), "the report of extreme.py", f"{error!r:.99}") from None
 
 
-def _sizes(results: Sequence[RunResult]) -> int:
+def _count_sizes(results: Sequence[RunResult]) -> int:
     return len({one.run["neurons"] for one in results})
 
 
@@ -290,21 +292,21 @@ def write(path: Path, results: Sequence[RunResult]) -> None:
         "lines": {name: asdict(line) for name, line in fits.items()},
         "runs": [asdict(one) for one in results],
     }
-    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _cells(results), text=0)]
+    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _table_cells(results), text=0)]
     if fits:
         memory, step = fits["memory"], fits["step"]
         rows = [
-            ("peak memory", f"{memory.slope:.1f} bytes", f"{gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
+            ("peak memory", f"{memory.slope:.1f} bytes", f"{format_gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
             ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
         ]
         parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
-    if _sizes(results) > 1:
+    if _count_sizes(results) > 1:
         parts.append(f"![Memory and time against connections]({path.stem}.png)")
     by_size: dict[str, list[dict[str, Any]]] = {}
     for one in results:
         by_size.setdefault(f"{one.neurons:,} neurons", []).append(one.machine)
     report.write(path, content, *parts, where(results[-1].machine) + commits(by_size))
-    if _sizes(results) > 1:
+    if _count_sizes(results) > 1:
         _draw(path.with_suffix(".png"), results, fits)
 
 
@@ -326,13 +328,13 @@ COLUMNS: dict[str, Callable[[RunResult], str]] = {
     "rows of an epoch": lambda one: f"{one.run['rows']:,}",
     "held out": lambda one: f"{one.run['tested']:,}",
     "of a batch": lambda one: f"{one.run['batch']:,}",
-    "peak, GiB": lambda one: gib(one.most),
+    "peak, GiB": lambda one: format_gib(one.most),
     "bytes per connection": lambda one: f"{one.most / one.connections:.1f}",
-    "built, GiB": lambda one: gib(one.resident["build"]),
-    "training, GiB": lambda one: gib(one.peak.get("train", 0)),
-    "evaluating, GiB": lambda one: gib(one.peak.get("evaluate", 0)),
-    "evolving, GiB": lambda one: gib(one.peak.get("evolve", 0)),
-    "saving, GiB": lambda one: gib(one.peak.get("save", 0)),
+    "built, GiB": lambda one: format_gib(one.resident["build"]),
+    "training, GiB": lambda one: format_gib(one.peak.get("train", 0)),
+    "evaluating, GiB": lambda one: format_gib(one.peak.get("evaluate", 0)),
+    "evolving, GiB": lambda one: format_gib(one.peak.get("evolve", 0)),
+    "saving, GiB": lambda one: format_gib(one.peak.get("save", 0)),
     "build": lambda one: duration(one.seconds["build"]),
     "a step": lambda one: duration(one.seconds["train"]),
     "an evolution": lambda one: duration(one.seconds["evolve"]),
@@ -344,11 +346,11 @@ COLUMNS: dict[str, Callable[[RunResult], str]] = {
 }
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _cells(results: Sequence[RunResult]) -> list[list[str]]:
+def _table_cells(results: Sequence[RunResult]) -> list[list[str]]:
     return [[cell(one) for cell in COLUMNS.values()] for one in results]
 
 

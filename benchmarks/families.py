@@ -66,6 +66,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        """Whether there is nothing to try, or outputs and gradients agree."""
         return not self.failed and (bool(self.refused) or (self.error <= BOUND and self.gradients == self.taken))
 
 
@@ -80,7 +81,7 @@ def content(rows: Iterable[Row]) -> dict[str, Any]:
     return {"reasons": reasons, "families": short}
 
 
-def rows_of(content: Mapping[str, Any]) -> list[Row]:
+def parse_rows(content: Mapping[str, Any]) -> list[Row]:
     """Return the rows that `content` was made of."""
     rows = []
     for row in content["families"]:
@@ -118,38 +119,39 @@ def redraw(model: nn.Module) -> None:
 
 
 def compare(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a model block-sparse; return the fields of its row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bs.SparsityWarning)  # the table lists what is missed
         sparse = bs.sparsify(model, DENSITY, BLOCK, scope="layer", force=True)
     taken = [module for module in sparse.modules() if isinstance(module, BlockSparseModule)]
     reasons = [reason for _, reason in survey(model, BLOCK) if reason is not None]
     dense = bs.densify(sparse)
-    outputs, of_dense = outputs_of(sparse, inputs), outputs_of(dense, inputs)
+    outputs, of_dense = run_model(sparse, inputs), run_model(dense, inputs)
     if len(outputs) != len(of_dense) or not any(bool(y.any()) for y in outputs):
         raise bs.BlockSparseError.expected("outputs", f"{len(of_dense)}, not all of them 0", len(outputs))
-    error = max(relative(ours, expected) for ours, expected in zip(outputs, of_dense, strict=True))
+    error = max(output_error(ours, expected) for ours, expected in zip(outputs, of_dense, strict=True))
     return {
         "taken": len(taken),
-        "left": dict(Counter(map(in_short, reasons)).most_common()),
+        "left": dict(Counter(map(shorten, reasons)).most_common()),
         "error": error,
-        "gradients": gradients(sparse, dense),
+        "gradients": count_correct_gradients(sparse, dense),
     }
 
 
-def in_short(reason: str) -> str:
+def shorten(reason: str) -> str:
     """Shorten a reason for the table.
 
-    >>> in_short("tied to model.embedding.weight")
+    >>> shorten("tied to model.embedding.weight")
     'tied to an embedding or another layer'
     """
     return "tied to an embedding or another layer" if reason.startswith("tied to ") else reason
 
 
-def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
+def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
     """Return the floating-point outputs after a backward pass through random weights of them."""
     torch.manual_seed(SEED)  # for models that draw masks
     model.zero_grad()
-    outputs = list(floats(model(**inputs)))
+    outputs = list(float_tensors(model(**inputs)))
     generator = torch.Generator().manual_seed(SEED)
     loss = sum((y * torch.randn(y.shape, generator=generator)).sum() for y in outputs if y.requires_grad)
     if isinstance(loss, Tensor):
@@ -157,27 +159,27 @@ def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
     return [y.detach() for y in outputs]
 
 
-def floats(value: Any) -> Iterable[Tensor]:
+def float_tensors(value: Any) -> Iterable[Tensor]:
     """Yield the floating-point tensors in nested outputs."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from floats(each)
+            yield from float_tensors(each)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from floats(each)
+            yield from float_tensors(each)
 
 
-def relative(result: Tensor, expected: Tensor) -> float:
+def output_error(result: Tensor, expected: Tensor) -> float:
     """Return the relative l2 error; infinite if shapes differ or a number is not finite."""
     if result.shape != expected.shape or not result.isfinite().all() or not expected.isfinite().all():
         return math.inf
     return relative_error(result, expected.double())
 
 
-def gradients(sparse: nn.Module, dense: nn.Module) -> int:
+def count_correct_gradients(sparse: nn.Module, dense: nn.Module) -> int:
     """Return the number of block-sparse weights whose gradient agrees with the dense weight's, or is missing in both.
 
     Products of gradient and weight are compared, as they do not depend on how either is stored.
@@ -186,7 +188,7 @@ def gradients(sparse: nn.Module, dense: nn.Module) -> int:
     for name, module in sparse.named_modules():
         if isinstance(module, BlockSparseModule):
             weight = of_dense[name if isinstance(module, Weight) else f"{name}.weight"]
-            pairs.append((product(module.values), product(weight)))
+            pairs.append((gradient_product(module.values), gradient_product(weight)))
     most = max((ours[1] for ours, _ in pairs if ours is not None), default=0.0)
     good = 0
     for ours, theirs in pairs:
@@ -197,7 +199,7 @@ def gradients(sparse: nn.Module, dense: nn.Module) -> int:
     return good
 
 
-def product(parameter: Tensor) -> tuple[float, float] | None:
+def gradient_product(parameter: Tensor) -> tuple[float, float] | None:
     """Return the sum of gradient times parameter, and the product of their norms; None without a gradient."""
     if parameter.grad is None:
         return None
@@ -216,7 +218,7 @@ gradient that the dense one gets. Weights that are left dense have a reason; `bs
 RWKV has `rescale_every=0`: else it divides its weights in place for inference, which raises an error here."""
 
 
-def texts(rows: Sequence[Row]) -> tuple[str, list[str]]:
+def describe(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """Return a caption, and a table with a row for each family."""
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
     tried, passed = sum(not row.refused for row in rows), sum(row.passed for row in rows)
@@ -242,14 +244,14 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"families: --only: expected names out of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
     path = options.out / "families.json"
-    rows = {row.name: row for row in rows_of(read_json(path))} if path.is_file() else {}
+    rows = {row.name: row for row in parse_rows(read_json(path))} if path.is_file() else {}
     for name in chosen:
         if name in rows and rows[name].passed and not options.again and not options.only:
             continue
         row = rows[name] = try_family(name)
         print(f"{name:24} {row.taken:4} weights, error {row.error:.1e}  {row.failed or row.refused or row.passed}")
         ordered = [rows[each] for each in FAMILIES if each in rows]
-        report.write(path, content(ordered), *texts(ordered))
+        report.write(path, content(ordered), *describe(ordered))
     return int(not all(row.passed for row in rows.values()))
 
 

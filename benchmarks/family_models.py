@@ -175,7 +175,9 @@ FAMILIES: dict[str, Callable[[], ModelAndInputs]] = {
 }
 
 
-def of_timm(name: str, **options: Any) -> Callable[[], ModelAndInputs]:
+def timm_model(name: str, **options: Any) -> Callable[[], ModelAndInputs]:
+    """Return a maker of a timm model with an image as its input."""
+
     def make() -> ModelAndInputs:
         timm = import_module("timm")
         size = options.get("img_size", 64)
@@ -186,16 +188,16 @@ def of_timm(name: str, **options: Any) -> Callable[[], ModelAndInputs]:
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
 FAMILIES |= {
-    "timm resnet": of_timm("resnet18"),
-    "timm vit": of_timm("vit_tiny_patch16_224", **VIT),
-    "timm deit3": of_timm("deit3_small_patch16_224", **VIT),
-    "timm swin": of_timm("swin_tiny_patch4_window7_224", img_size=56, embed_dim=32, depths=(1, 1), num_heads=(2, 4)),
-    "timm convnext": of_timm("convnext_atto"),
-    "timm mixer": of_timm("mixer_s32_224", img_size=64),
-    "timm efficientnet": of_timm("efficientnet_b0"),
-    "timm densenet": of_timm("densenet121"),
-    "timm regnet": of_timm("regnetx_002"),
-    "timm mobilenetv3": of_timm("mobilenetv3_small_050"),
+    "timm resnet": timm_model("resnet18"),
+    "timm vit": timm_model("vit_tiny_patch16_224", **VIT),
+    "timm deit3": timm_model("deit3_small_patch16_224", **VIT),
+    "timm swin": timm_model("swin_tiny_patch4_window7_224", img_size=56, embed_dim=32, depths=(1, 1), num_heads=(2, 4)),
+    "timm convnext": timm_model("convnext_atto"),
+    "timm mixer": timm_model("mixer_s32_224", img_size=64),
+    "timm efficientnet": timm_model("efficientnet_b0"),
+    "timm densenet": timm_model("densenet121"),
+    "timm regnet": timm_model("regnetx_002"),
+    "timm mobilenetv3": timm_model("mobilenetv3_small_050"),
 }
 
 

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     number("--tuning", arguments.tuning, 0)
     layer = parse_layer(arguments)
     if arguments.list:
-        jobs = chosen(GpuTargets(None).jobs(), arguments.only)
+        jobs = select_jobs(GpuTargets(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
         return False
     if arguments.predict:
@@ -127,12 +127,12 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
         report.check_folder(folder)  # before measuring for minutes
     reach = GpuTargets(bench, settings["shrink"], rows.read_earlier_rows(path, facts, settings) if path else ())
     every = reach.jobs()
-    jobs = chosen(every, arguments.only)
+    jobs = select_jobs(every, arguments.only)
 
     known_rows, what = reach.rows, "targets on a GPU" + (", small shapes: numbers that mean nothing" if quick else "")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rows so far are drawn and shown
     try:
-        for of_job in measured(reach, jobs, 60 * arguments.minutes):
+        for of_job in measure_jobs(reach, jobs, 60 * arguments.minutes):
             known_rows |= {row.work: row for row in of_job}
             if path:
                 ordered = [row for job in every for row in known_rows.values() if job.gives(row.work)]
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     finally:
         console.print(rows.table(list(known_rows.values()), f"{what}; {machine.where(facts)}"), highlight=True)
         if path:
-            drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
+            drawn = draw_chart(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", soft_wrap=True)
     return any(row.measured.startswith("FAILED") for row in known_rows.values())
 
@@ -229,11 +229,11 @@ def select(names: Sequence[tuple[str, ...]], only: list[str], by: str) -> list[i
     return sorted(some)
 
 
-def chosen(jobs: list[Job], only: list[str]) -> list[Job]:
+def select_jobs(jobs: list[Job], only: list[str]) -> list[Job]:
     return [jobs[nth] for nth in select([(job.work,) for job in jobs], only, "--list")]
 
 
-def measured(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
+def measure_jobs(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
     """Yield the rows of each job as they come, with a bar on a terminal, or else a line after the caller has written
     each row.
     """
@@ -250,7 +250,8 @@ def measured(reach: GpuTargets, jobs: list[Job], seconds: float) -> Iterator[lis
             progress.advance(task)
 
 
-def draw(path: Path, reach: GpuTargets, where: str) -> str:
+def draw_chart(path: Path, reach: GpuTargets, where: str) -> str:
+    """Draw the chart; return how the list of written files ends."""
     if not reach.cases:
         return ""
     try:

@@ -101,7 +101,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _bytes(tensors: Iterator[Tensor | None]) -> int:
+def _local_bytes(tensors: Iterator[Tensor | None]) -> int:
     return sum(local_of(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
@@ -135,10 +135,10 @@ def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict
     with Traffic() as traffic, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         step()
     memory = {
-        "values": _bytes(iter(model.parameters())),
-        "gradients": _bytes(p.grad for p in model.parameters()),
-        "optimizer": _bytes(s for state in optimizer.state.values() for n, s in state.items() if n != "step"),
-        "layouts": _bytes(iter(model.buffers())),
+        "values": _local_bytes(iter(model.parameters())),
+        "gradients": _local_bytes(p.grad for p in model.parameters()),
+        "optimizer": _local_bytes(s for state in optimizer.state.values() for n, s in state.items() if n != "step"),
+        "layouts": _local_bytes(iter(model.buffers())),
         "activations": sum(saved.values()),
     }
     cleared()

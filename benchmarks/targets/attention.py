@@ -69,6 +69,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
 def _rows(
     problem: AttentionProblem, errors: Mapping[str, float], pass_: str, rounds: int, budget: float
 ) -> RowIterator:
+    """Yield the rows of one pass."""
     timed, s = race(problem.calls(pass_), rounds, budget), problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
     if not problem.causal:  # the first layout is dense, which runs PyTorch's own kernel
@@ -154,6 +155,7 @@ class AttentionProblem:
         return functions
 
     def _results(self, function: Attention, dtype: torch.dtype) -> list[Tensor]:
+        """Return output and gradients in float64."""
         qkv = [tensor.to(dtype) for tensor in self.qkv]
         gradients: Any = backward(function, qkv, self.upstream.to(dtype), 3)()
         return [t.double() for t in (function(*qkv), *gradients)]

@@ -79,6 +79,7 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
 
 
 def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, quick: bool) -> Row:
+    """Time a product of one token against reading its weights."""
     bench = LinearBench(**timing_options(budget, quick))
     case = bench.checked_case(spec)
     size = case.weight_bytes(OURS)
@@ -86,7 +87,7 @@ def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, qu
     device = Device(copies)
     calls: dict[str, Call] = {
         OURS: device.prepare([case.call(OURS, copy) for copy in range(copies)]),
-        "reading": device.prepare([partial(_read, case.copy_of_values(copy)) for copy in range(copies)]),
+        "reading": device.prepare([partial(_sum_bytes, case.copy_of_values(copy)) for copy in range(copies)]),
     }
     samples = race(calls, **timing_options(budget, quick)).samples.per(dict.fromkeys(calls, copies))
     part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
@@ -95,12 +96,14 @@ def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, qu
     return _row(title + ("memory" if cold else "the caches"), Work(spec, MIN_BANDWIDTH), part, text, {"copies": copies})
 
 
-def _read(values: Tensor) -> Tensor:
+def _sum_bytes(values: Tensor) -> Tensor:
     # Read 16-bit numbers in pairs: sums in 16 bits would be bound by arithmetic.
+    """Read all bytes of the values, as a sum."""
     return values.view(-1).view(torch.float32).sum()
 
 
 def _arithmetic_bound_row(name: str, work: Work, budget: float, quick: bool) -> Row:
+    """Time a product against the fastest dense product."""
     spec, size = work.spec, DENSE // 16 if quick else DENSE
     bench = (LinearBench if isinstance(spec, LinearSpec) else ConvBench)(**timing_options(budget, quick))
     case = bench.checked_case(spec)

@@ -30,11 +30,12 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], dict[str, tuple[f
     """Yield descriptions and calls; a call returns relative errors with their bounds, or raises if one is beyond its
     bound.
     """
-    for kind, spec in _specs():
-        yield f"{spec}", partial(_errors, kind(device=device), spec)
+    for kind, spec in _cases_to_check():
+        yield f"{spec}", partial(_check_case, kind(device=device), spec)
 
 
-def _specs() -> Iterator[tuple[type[Bench], object]]:
+def _cases_to_check() -> Iterator[tuple[type[Bench], object]]:
+    """Yield the bench and the spec of each check."""
     for pass_, dtype in itertools.product(("forward", "dgrad", "wgrad"), DTYPES):
         for block, tokens in zip(BLOCKS, itertools.cycle(TOKENS)):
             yield LinearBench, LinearSpec(512, 384, tokens, block, 0.5, dtype, pass_)
@@ -49,7 +50,8 @@ def _specs() -> Iterator[tuple[type[Bench], object]]:
     yield AttentionBench, AttentionSpec(256, 0.4, 32, 32, heads=2)
 
 
-def _errors(bench: Bench, spec: object) -> dict[str, tuple[float, float]]:
+def _check_case(bench: Bench, spec: object) -> dict[str, tuple[float, float]]:
+    """Return the errors of a case with their bounds."""
     case = bench.case(spec)
     with case.switches():
         return {name: (error, case.bound_for(name)) for name, error in case.check(bench.seed).items()}

@@ -128,6 +128,7 @@ class GpuTargets:
 
     @property
     def bench(self) -> LinearBench:
+        """The bench; raises if there is none."""
         if self._bench is None:
             raise BlockSparseError.expected("bench", "one that measures", "None")
         return self._bench
@@ -152,49 +153,49 @@ class GpuTargets:
         """Yield work, target and the function that measures the rows of that work."""
         yield _CEILINGS, "-", self._ceiling_rows
         for name, target in sorted(GPU_REACH.items(), key=lambda item: not item[0].startswith("few")):
-            yield self._title(name, target.spec), target_text(target), partial(self._target, target)
+            yield self._row_title(name, target.spec), target_text(target), partial(self._target_rows, target)
         for block in GPU_BLOCKS:
-            yield f"training step, many tokens, block {block}", _OF_FORWARD, partial(self._training, block)
+            yield f"training step, many tokens, block {block}", _OF_FORWARD, partial(self._training_rows, block)
         for name, spec in GPU_HUBS.items():
-            title = self._title(f"layout with hubs, {name}", spec)
-            yield title, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec)
-        yield _HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host
-        for spec in map(self._sized, GPU_MEMORY):
+            title = self._row_title(f"layout with hubs, {name}", spec)
+            yield title, f"<= {GPU_HUB_TIME:g}x random", partial(self._hub_rows, spec)
+        yield _HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host_rows
+        for spec in map(self._shrink, GPU_MEMORY):
             sizes = f"hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
-            yield f"training memory, {sizes}", MEMORY_TARGET, partial(self._memory, spec)
+            yield f"training memory, {sizes}", MEMORY_TARGET, partial(self._memory_rows, spec)
         for conv in CONV_REACH:
             for pass_ in ("forward", "dgrad", "wgrad"):
-                image = self._sized_conv(replace(conv.spec, pass_=pass_))
+                image = self._shrink_conv(replace(conv.spec, pass_=pass_))
                 yield (
                     f"{image!r}",
                     format_minimum(conv.ratio, conv.peer),
-                    partial(self._conv, image, conv.peer, conv.ratio),
+                    partial(self._conv_rows, image, conv.peer, conv.ratio),
                 )
         for lstm in LSTM_REACH:
             step = replace(lstm, spec=shrink_spec(lstm.spec, self.shrink))
-            yield step.work, format_minimum(step.ratio, step.peer), partial(self._lstm, step)
+            yield step.work, format_minimum(step.ratio, step.peer), partial(self._lstm_rows, step)
         for kind, full, least in TRANSFORMER:
             part = full if self.shrink == 1 else full.shrunk()
-            yield f"{part}", format_minimum(least, "dense"), partial(self._part, kind, part, least)
+            yield f"{part}", format_minimum(least, "dense"), partial(self._transformer_rows, kind, part, least)
         for peer, ratio in GPU_MEAN.items():
-            yield f"geometric mean over {peer}", format_minimum(ratio, peer), partial(self._mean, peer, ratio)
+            yield f"geometric mean over {peer}", format_minimum(ratio, peer), partial(self._mean_rows, peer, ratio)
 
     def details(self, name: str) -> dict[str, Any]:
         """Return the details of the first row with this name in GPU_REACH, measured at the first call."""
-        title = self._title(name, GPU_REACH[name].spec)
-        return self._first(next(job for job in self.jobs() if job.work == title))
+        title = self._row_title(name, GPU_REACH[name].spec)
+        return self._first_details(next(job for job in self.jobs() if job.work == title))
 
     def ceiling_details(self) -> dict[str, Any]:
         """Return the details of the peak rates, measured at the first call."""
-        return self._first(self.jobs()[0])
+        return self._first_details(self.jobs()[0])
 
-    def _first(self, job: Job) -> dict[str, Any]:
+    def _first_details(self, job: Job) -> dict[str, Any]:
         return self.run(job)[0].details
 
     @property
     def cases(self) -> dict[str, dict[str, Any]]:
         """The details of the existing rows of GPU_REACH."""
-        titles = {name: self._title(name, target.spec) for name, target in GPU_REACH.items()}
+        titles = {name: self._row_title(name, target.spec) for name, target in GPU_REACH.items()}
         return {name: self.rows[title].details for name, title in titles.items() if title in self.rows}
 
     # -- measuring the rows ----------------------------------------------------------------------------------------
@@ -206,22 +207,24 @@ class GpuTargets:
         details = {"copy": ceilings.copy, "dense": dict(ceilings.dense)}
         return [Row(work, "-", f"{ceilings.copy / 1e12:.3g} TB/s; {rates}", None, details)]
 
-    def _target(self, target: Target, work: str) -> list[Row]:
+    def _target_rows(self, target: Target, work: str) -> list[Row]:
         peers = [*(peer for peer, _ in target.ratios), *target.others]
-        result = self.bench.run(self._sized(target.spec), peers)
+        result = self.bench.run(self._shrink(target.spec), peers)
         ceilings = self.ceiling_details()
         return case_rows(work, target, result, Ceilings(**ceilings) if "copy" in ceilings else None)
 
-    def _training(self, block: int, work: str) -> list[Row]:
+    def _training_rows(self, block: int, work: str) -> list[Row]:
+        """Time a training step after its forward pass."""
         name = f"many tokens, block {block}"
         forward = self.details(name).get("speedup", {})
         if "dense" not in forward:
             raise NotImplementedError("the forward pass was not")
-        step = self.bench.run(replace(self._sized(GPU_REACH[name].spec), pass_="train"), ["dense"])
+        step = self.bench.run(replace(self._shrink(GPU_REACH[name].spec), pass_="train"), ["dense"])
         return [training_row(work, Spread(**forward["dense"]), step)]
 
-    def _hubs(self, spec: LinearSpec, work: str) -> list[Row]:
-        hubs = self.bench.case(self._sized(spec))
+    def _hub_rows(self, spec: LinearSpec, work: str) -> list[Row]:
+        """Time a layout with hubs against a random one of the same size."""
+        hubs = self.bench.case(self._shrink(spec))
         even = self.bench.case(replace(hubs.spec, pattern="random", density=hubs.layout.density))
         if hubs.layout.nnz != even.layout.nnz:
             raise BlockSparseError.expected("random layout", f"{hubs.layout.nnz} blocks", even.layout.nnz)
@@ -243,12 +246,12 @@ class GpuTargets:
         more = f", {hubs.layout.nnz} blocks each"
         return [race.row(work, "hubs", "random", "random", most=GPU_HUB_TIME, more=more, details=details)]
 
-    def _conv(self, spec: ConvSpec, peer: str, ratio: float, work: str) -> list[Row]:
-        result = self._bench_of(ConvBench).run(spec, [peer])
+    def _conv_rows(self, spec: ConvSpec, peer: str, ratio: float, work: str) -> list[Row]:
+        result = self._make_bench(ConvBench).run(spec, [peer])
         return [speedup_row(work, result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
 
-    def _lstm(self, target: LstmTarget, work: str) -> list[Row]:
-        result, peer = self._bench_of(LstmBench).run(target.spec, [target.peer]), target.peer
+    def _lstm_rows(self, target: LstmTarget, work: str) -> list[Row]:
+        result, peer = self._make_bench(LstmBench).run(target.spec, [target.peer]), target.peer
 
         def more() -> str:
             ours, theirs = (result.tokens_per_second(name) / 1e3 for name in (OURS, peer))
@@ -256,21 +259,22 @@ class GpuTargets:
 
         return [speedup_row(work, result, peer, target.ratio, more)]
 
-    def _part(self, kind: type[Bench], spec: Any, least: float | None, work: str) -> list[Row]:
+    def _transformer_rows(self, kind: type[Bench], spec: Any, least: float | None, work: str) -> list[Row]:
         _, *others = kind.kind.peers
-        result = self._bench_of(kind).run(spec, kind.kind.peers)
+        result = self._make_bench(kind).run(spec, kind.kind.peers)
         details = result.as_dict()
         del details["bytes_per_second"]  # meant for language models
-        more = "".join(f", {_in_short(result, peer)}" for peer in others)
+        more = "".join(f", {_describe_peer(result, peer)}" for peer in others)
         return [speedup_row(work, result, "dense", least, lambda: more, details)]
 
-    def _bench_of(self, kind: type[Bench]) -> Bench:
+    def _make_bench(self, kind: type[Bench]) -> Bench:
         return kind(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
 
-    def _host(self, work: str) -> list[Row]:
+    def _host_rows(self, work: str) -> list[Row]:
         return [host_row(host_times(self.bench.device, GPU_TINY, self.bench.budget))]
 
-    def _memory(self, spec: LinearSpec, work: str) -> list[Row]:
+    def _memory_rows(self, spec: LinearSpec, work: str) -> list[Row]:
+        """Measure the peak memory of a training step."""
         device = self.bench.device
         if device.torch.type != "cuda":
             raise NotImplementedError("only a GPU counts its memory; reach.py measures the CPU's")
@@ -289,20 +293,20 @@ class GpuTargets:
         )
         return [memory_row(work, facts, spec.out_features * spec.in_features * spec.torch_dtype.itemsize)]
 
-    def _mean(self, peer: str, ratio: float, work: str) -> list[Row]:
-        cases = [self.details(name) for name, target in GPU_REACH.items() if _has(target, peer)]
+    def _mean_rows(self, peer: str, ratio: float, work: str) -> list[Row]:
+        cases = [self.details(name) for name, target in GPU_REACH.items() if _has_peer(target, peer)]
         return [mean_row(work, peer, ratio, cases)]
 
     # -- names and sizes -------------------------------------------------------------------------------------------
 
-    def _sized(self, spec: LinearSpec) -> LinearSpec:
+    def _shrink(self, spec: LinearSpec) -> LinearSpec:
         return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
 
-    def _sized_conv(self, spec: ConvSpec) -> ConvSpec:
+    def _shrink_conv(self, spec: ConvSpec) -> ConvSpec:
         return spec if self.shrink == 1 else replace(spec, out_channels=64, in_channels=64, size=8, images=2)
 
-    def _title(self, name: str, spec: LinearSpec) -> str:
-        spec = self._sized(spec)
+    def _row_title(self, name: str, spec: LinearSpec) -> str:
+        spec = self._shrink(spec)
         density = "" if "density" in name else f", density {spec.density:g}"
         return f"{name}{density}, hidden {spec.out_features}, {spec.tokens} tokens"
 
@@ -312,7 +316,7 @@ _HOST = "host time per call, nothing to compute"
 _OF_FORWARD = f">= {GPU_TRAINING_PART:.0%} of forward"
 
 
-def _has(target: Target, peer: str) -> bool:
+def _has_peer(target: Target, peer: str) -> bool:
     return peer in target.others or peer in dict(target.ratios)
 
 
@@ -344,7 +348,7 @@ def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings 
     of_copy = f" = {part:.0%} of a copy" if part is not None else ""
     few = target.spec.tokens <= FEW_TOKENS
     rate = f"{result.bandwidth / 1e12:.2f} TB/s{of_copy}" if few else f"{result.gflops / 1e3:.3g} TFLOP/s"
-    more_text = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
+    more_text = "".join(f", {text}" for text in (rate, *(_describe_peer(result, peer) for peer in target.others)))
     goal = target_text(replace(target, ratios=((first, ratio),)))
     if first in result.refused:
         row = refused_row(work, goal, result, first, details)
@@ -356,7 +360,7 @@ def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings 
     return [row, *(speedup_row(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
 
 
-def _in_short(result: CaseResult, peer: str) -> str:
+def _describe_peer(result: CaseResult, peer: str) -> str:
     return f"{peer} refused" if peer in result.refused else f"{short(result.speedup(peer).median)}x {peer}"
 
 

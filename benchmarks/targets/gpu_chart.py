@@ -30,7 +30,7 @@ def write_chart(path: Path, cases: Mapping[str, Details], ceilings: Details, whe
             least = dict(GPU_REACH[name].ratios)["dense"]
             axes.plot(case["density_stored"], least, marker="_", ms=14, color="0.2", ls="")
         for colour, (group, some) in zip(COLORS, groups.items(), strict=False):
-            _draw(axes, sorted(some, key=lambda case: case["density_stored"]), group, colour)
+            _draw_group(axes, sorted(some, key=lambda case: case["density_stored"]), group, colour)
         shapes = dict.fromkeys(f"hidden {c['out_features']}, {c['tokens']} tokens" for c in chosen.values())
         speedup_axes(axes, f"{title}: {'; '.join(shapes) or 'not measured'}")
         if not chosen:
@@ -42,7 +42,8 @@ def write_chart(path: Path, cases: Mapping[str, Details], ceilings: Details, whe
     save(figure, path, f"over dense; dashed: the bound by {rates}; bars: targets. {where}")
 
 
-def _draw(axes: Any, cases: list[Details], name: str, colour: str) -> None:
+def _draw_group(axes: Any, cases: list[Details], name: str, colour: str) -> None:
+    """Draw one group: our speed-ups, their bound, and those of PyTorch's BSR."""
     bounds = [case["seconds"]["dense"]["median"] / case["least_time"] for case in cases]
     axes.plot([case["density_stored"] for case in cases], bounds, "--", color=colour, lw=1)
     line(axes, [(case["density_stored"], Spread(**case["speedup"]["dense"])) for case in cases], name, colour)

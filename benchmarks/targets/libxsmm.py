@@ -173,17 +173,18 @@ class Library:
     def __init__(self, path: Path):
         shim = ctypes.CDLL(str(path))
         long, flag, address = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self._plan = self._function(shim.blocksparse_libxsmm_plan, address, flag, *[long] * 7, flag, flag, long)
-        self._run = self._function(shim.blocksparse_libxsmm_run, flag, address, address, long, flag, *[address] * 7)
-        self.free = self._function(shim.blocksparse_libxsmm_free, None, address)
-        target = self._function(shim.blocksparse_libxsmm_target, ctypes.c_char_p)
+        self._plan = self._declare(shim.blocksparse_libxsmm_plan, address, flag, *[long] * 7, flag, flag, long)
+        self._run = self._declare(shim.blocksparse_libxsmm_run, flag, address, address, long, flag, *[address] * 7)
+        self.free = self._declare(shim.blocksparse_libxsmm_free, None, address)
+        target = self._declare(shim.blocksparse_libxsmm_target, ctypes.c_char_p)
         self.target = target().decode()
         """The CPU that libxsmm generates code for."""
         (torch_cpu,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
         self._loop = ctypes.cast(ctypes.CDLL(str(torch_cpu)).torch_parallel_for, address)
 
     @staticmethod
-    def _function(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    def _declare(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+        """Set result and argument types of a C function."""
         function.restype, function.argtypes = result, arguments
         return function
 
@@ -217,7 +218,7 @@ class Library:
 
 
 @cache
-def _loaded(path: Path) -> Library:
+def _load(path: Path) -> Library:
     return Library(path)
 
 
@@ -234,7 +235,7 @@ def library() -> Library:
             f"or set {VARIABLE} to its path"
         )
     try:
-        return _loaded(path)
+        return _load(path)
     except (OSError, AttributeError) as error:
         raise BlockSparseError(f"{path} does not load: {error}") from error
 

@@ -113,7 +113,7 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
     ours = LSTM(inputs, width, density=WIDE_DENSITY)
     if inputs != width:
         ours = LSTM(inputs, width, layout=ours.weight_hh_l0.layout)  # type: ignore[arg-type]
-    timed, details = _layers(bench, spec, ours)
+    timed, details = _time_layers(bench, spec, ours)
     kind = "all weights" if inputs == width else "recurrent weights"
     work = f"a step, one LSTM layer, {inputs} inputs, width {width}, {kind} of density {WIDE_DENSITY:g}"
     goal = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
@@ -123,7 +123,7 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     """Return the row of a dense layer against torch.nn.LSTM, with as many inputs as units."""
     torch.manual_seed(bench.seed)
-    timed, details = _layers(bench, spec, LSTM(width, width))
+    timed, details = _time_layers(bench, spec, LSTM(width, width))
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
@@ -152,15 +152,18 @@ def few_rows(bench: LstmBench, width: int) -> RowIterator:
         yield timed.row(work, best, OURS, best, least=1.0, target=goal, more=more)
 
 
-def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
+def _time_layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
     """Check that a layer and torch.nn.LSTM with the same weights agree, and time both; return times and facts."""
     generator = torch.Generator().manual_seed(bench.seed)
     x, grad = (torch.randn(spec.seq, spec.batch, n, generator=generator) for n in (ours.input_size, ours.hidden_size))
     theirs = to_torch_lstm(ours)
-    errors = [relative_error(*pair) for pair in zip(_results(ours, x, grad), _results(theirs, x, grad), strict=True)]
+    errors = [
+        relative_error(*pair)
+        for pair in zip(_output_and_gradient(ours, x, grad), _output_and_gradient(theirs, x, grad), strict=True)
+    ]
     differences = {"y": errors[0], "grad_x": errors[1]}
     check_errors(BOUNDS["float32"], differences, ours, "torch.nn.LSTM")
-    calls = {name: _call(of, x, grad, spec.pass_) for name, of in ((OURS, ours), ("torch", theirs))}
+    calls = {name: _step_call(of, x, grad, spec.pass_) for name, of in ((OURS, ours), ("torch", theirs))}
     sizes = {"inputs": ours.input_size, "width": ours.hidden_size, "batch": spec.batch, "seq": spec.seq}
     facts = {**sizes, "dtype": "float32", "pass": spec.pass_, "differences": differences}
     return race(calls, bench.rounds, bench.budget), facts
@@ -176,13 +179,13 @@ def to_torch_lstm(ours: LSTM) -> nn.LSTM:
     return theirs
 
 
-def _results(lstm: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _output_and_gradient(lstm: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
     y = lstm(x)[0]
     return y.detach(), torch.autograd.grad(y, x, grad)[0]
 
 
-def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
+def _step_call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
     if pass_ == "inference":
         return forward(lstm, x)
     x = x.clone().requires_grad_()  # as in the second layer of a net, which needs this gradient

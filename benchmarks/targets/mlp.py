@@ -87,7 +87,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     for threads in dict.fromkeys((before, 1)):
         torch.set_num_threads(threads)
         try:
-            with _one_blas_thread():
+            with _limit_blas_threads():
                 samples, details = time_epochs(problem, **timing_options(budget, quick))
         finally:
             torch.set_num_threads(before)
@@ -99,10 +99,10 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
 def time_epochs(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, dict[str, Any]]:
     """Return the seconds of an epoch of each contender, by round, and further facts."""
     dense = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
-    kind = _fastest(dense)
+    kind = _fastest_way(dense)
     step, evolve = problem.our_step(), problem.evolution()
     calls = {OURS: step, "dense": dense[kind], "scipy": problem.scipy.step, "blas": problem.blas.step}
-    calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": evolve}
+    calls = {name: partial(_run_steps, call) for name, call in calls.items()} | {"evolution": evolve}
     steps = race(calls, rounds, budget).samples.per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
     evolution = steps.time("evolution").median
     # Scipy would take longer than our evolution, as it would rebuild its matrices. The dense net has no topology.
@@ -120,7 +120,7 @@ def time_epochs(problem: MlpProblem, rounds: int, budget: float) -> tuple[Sample
     return Samples(epochs, steps.repeat), details
 
 
-def _one_blas_thread() -> Any:
+def _limit_blas_threads() -> Any:
     # More BLAS threads keep spinning after a product: on two cores, our steps took 2.4 times as long.
     try:
         return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
@@ -129,7 +129,7 @@ def _one_blas_thread() -> Any:
         raise BlockSparseError.expected("threadpoolctl", needed, "none") from None
 
 
-def _repeated(step: Call) -> None:
+def _run_steps(step: Call) -> None:
     for _ in range(STEPS):
         step()
 
@@ -189,10 +189,12 @@ class MlpProblem:
 
     @cached_property
     def scipy(self) -> ScipyNet:
+        """The net in scipy, with nothing dense formed."""
         return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned()
 
     @cached_property
     def blas(self) -> ScipyNet:
+        """The net in scipy, with dense gradients where they are faster."""
         return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned(dense=True)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Call:
@@ -233,7 +235,10 @@ class MlpProblem:
         others = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
         worst = {}
         for peer, results in others.items():
-            off = {f"{name} of {peer}": _difference(results[name], reference) for name, reference in expected.items()}
+            off = {
+                f"{name} of {peer}": _relative_difference(results[name], reference)
+                for name, reference in expected.items()
+            }
             check_errors(BOUND, off, self.spec, "ours")
             worst[peer] = max(off.values())
         return worst
@@ -257,7 +262,7 @@ def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
     return zip(model.layers, other.layers, strict=True)
 
 
-def _difference(result: np.ndarray, expected: np.ndarray) -> float:
+def _relative_difference(result: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
 
 
@@ -285,9 +290,11 @@ class ScipyNet:
         inputs, _, _ = self._forward(0.0)
         for layer, a in zip(self.layers, inputs, strict=True):
             delta = self.random.standard_normal((layer.shape[0], a.shape[1]), dtype=np.float32)
-            layer.ways["dgrad"] = _fastest({name: partial(way, layer, delta) for name, way in _DGRADS.items()})
+            layer.ways["dgrad"] = _fastest_way({name: partial(way, layer, delta) for name, way in _DGRADS.items()})
             if dense:
-                layer.ways["wgrad"] = _fastest({name: partial(way, layer, delta, a) for name, way in _WGRADS.items()})
+                layer.ways["wgrad"] = _fastest_way(
+                    {name: partial(way, layer, delta, a) for name, way in _WGRADS.items()}
+                )
         return self
 
     def results(self) -> Results:
@@ -374,12 +381,12 @@ class _ScipyLayer:
         return z
 
 
-def _dgrad_turned(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
+def _dgrad_by_transposed_csr(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
     np.take(layer.weight.data, layer.order, out=layer.turned.data, mode="clip")
     return layer.turned @ delta
 
 
-def _wgrad_gathered(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
+def _wgrad_by_gathers(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
     gradient = np.empty_like(layer.values)
     for first in range(0, len(gradient), 4096):  # 4,096 rows of each fit into the cache
         part = slice(first, first + 4096)
@@ -388,15 +395,16 @@ def _wgrad_gathered(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.
 
 
 _DGRADS: dict[str, Callable[..., np.ndarray]] = {
-    "transposed CSR": _dgrad_turned,
+    "transposed CSR": _dgrad_by_transposed_csr,
     "CSC view": lambda layer, delta: layer.view @ delta,
 }
 _WGRADS: dict[str, Callable[..., np.ndarray]] = {
     "dense, gathered": lambda layer, delta, a: (delta @ a.T)[layer.rows, layer.cols],
-    "gathers": _wgrad_gathered,
+    "gathers": _wgrad_by_gathers,
 }
 
 
-def _fastest(ways: dict[str, Callable[[], object]]) -> str:
+def _fastest_way(ways: dict[str, Callable[[], object]]) -> str:
+    """Time the ways in turn and return the name of the fastest."""
     samples = race(ways, rounds=9, budget=0.5).samples
     return min(ways, key=lambda name: samples.time(name).median)

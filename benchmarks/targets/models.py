@@ -98,8 +98,8 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
         model, inputs = target.make(1 if quick else target.layers, target.dtype)
         with torch.no_grad():
             model = model.eval()
-            sparse = _sparsified(target, model, inputs)
-            error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
+            sparse = _sparsify(target, model, inputs)
+            error = relative_error(_first_tensor(sparse(*inputs)), _first_tensor(bs.densify(sparse)(*inputs)).double())
             check_errors(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
             calls = {"dense": partial(model, *inputs), OURS: partial(sparse, *inputs)}
             timed = race(calls, **timing_options(budget, quick))
@@ -108,7 +108,7 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
         yield timed.row(work, "dense", OURS, "dense", least=target.least, more=more, details={"error": error})
 
 
-def _sparsified(target: ModelTarget, model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
+def _sparsify(target: ModelTarget, model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
     if target.force:
         return bs.sparsify(model, target.density, scope="layer", force=True)
     with warnings.catch_warnings():  # the row says how many weights are left dense
@@ -116,5 +116,5 @@ def _sparsified(target: ModelTarget, model: nn.Module, inputs: tuple[Tensor, ...
         return bs.sparsify(model, target.density, example=inputs)
 
 
-def _output(result: Any) -> Tensor:
+def _first_tensor(result: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]

@@ -52,8 +52,10 @@ def rows(budget: float = 16.0, quick: bool = False) -> RowIterator:
         how: dict[str, Any] = {"sparse": spec.groups, "block_size": spec.block_size, "depth": spec.depth}
         sizes = spec.filters, spec.resnets
         models = {"dense": PixelCNN(*sizes), "sparse": PixelCNN(*sizes, **how)}
-        images = _images(spec)
-        timed = race({name: _step(model, images) for name, model in models.items()}, **timing_options(budget, quick))
+        images = _make_images(spec)
+        timed = race(
+            {name: _training_step(model, images) for name, model in models.items()}, **timing_options(budget, quick)
+        )
         parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
         by = "PyTorch's grouped convolutions" if spec.block_size is None else f"ours in blocks of {spec.block_size}"
         work = (
@@ -66,13 +68,13 @@ def rows(budget: float = 16.0, quick: bool = False) -> RowIterator:
         yield timed.row(work, "sparse", "dense", "dense", most=spec.most, more=more, details=details)
 
 
-def _images(spec: PixelSpec) -> Tensor:
+def _make_images(spec: PixelSpec) -> Tensor:
     shape = spec.batch, 3, spec.size, spec.size
     levels = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     return logistic_mixture.scaled(levels.contiguous(memory_format=torch.channels_last))
 
 
-def _step(model: PixelCNN, images: Tensor) -> Call:
+def _training_step(model: PixelCNN, images: Tensor) -> Call:
     model.train()
     model.initialise(images)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -46,8 +46,8 @@ def linear_rows(budget: float, quick: bool = False) -> RowIterator:
     yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
     yield from gate_rows(bench, shrink)
     yield from module_rows(budget, quick)
-    yield _memory(12288 // shrink, 64, 0.1)
-    yield _memory(131072 // shrink, 64, 0.001)
+    yield _memory_row(12288 // shrink, 64, 0.1)
+    yield _memory_row(131072 // shrink, 64, 0.001)
 
 
 def conv_rows(budget: float, quick: bool = False) -> RowIterator:
@@ -206,7 +206,7 @@ def module_rows(budget: float, quick: bool = False) -> RowIterator:
         )
 
 
-def _memory(hidden: int, tokens: int, density: float) -> Row:
+def _memory_row(hidden: int, tokens: int, density: float) -> Row:
     work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
     try:
         return memory_row(work, run_in_process(measure_linear_memory, hidden, tokens, density), dense=4 * hidden**2)

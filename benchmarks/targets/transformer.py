@@ -125,6 +125,8 @@ class PartCase(Case):
 
 
 class MlpCase(PartCase):
+    """A gated MLP and its peers."""
+
     peers = ("dense", "three")
     rotates = True
 
@@ -153,26 +155,28 @@ class MlpCase(PartCase):
         if name == "dense":
             sizes = (self.spec.hidden, self.spec.features)
             weights = [self.randn(*size, gain=0.02) for size in (sizes, sizes, sizes[::-1])]
-            return forward(lambda x: _gated(F.linear, x, weights), self.x)
+            return forward(lambda x: _gated_mlp(F.linear, x, weights), self.x)
         mlp = self.mlp(copy)
         if name == OURS:
             return forward(mlp, self.x)
         layers = [(layer.values, layer.layout) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        return forward(lambda x: _gated(lambda x, weight: linear(x, *weight), x, layers), self.x)
+        return forward(lambda x: _gated_mlp(lambda x, weight: linear(x, *weight), x, layers), self.x)
 
     def exact(self) -> Tensor:
         mlp = self.mlp(0)
         layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         weights = [to_dense(layer.values.double(), layer.layout) for layer in layers]
-        return _gated(F.linear, self.x.double(), weights)
+        return _gated_mlp(F.linear, self.x.double(), weights)
 
 
-def _gated(product: Callable[..., Tensor], x: Tensor, weights: list[Any]) -> Tensor:
+def _gated_mlp(product: Callable[..., Tensor], x: Tensor, weights: list[Any]) -> Tensor:
     gate, up, down = weights
     return product(F.silu(product(x, gate)) * product(x, up), down)
 
 
 class AttentionCase(PartCase):
+    """Attention on a layout and its peers."""
+
     peers = ("dense", "flex")
     layout: BlockLayout
 
@@ -186,7 +190,7 @@ class AttentionCase(PartCase):
             return forward(F.scaled_dot_product_attention, *self.qkv)
         if name == OURS:
             return forward(lambda q, k, v: attention(q, k, v, self.layout), *self.qkv)
-        return forward(_flex(self.layout, self.device), *self.qkv)
+        return forward(_flex_attention(self.layout, self.device), *self.qkv)
 
     def exact(self) -> Tensor:
         mask = self.layout.mask().repeat_interleave(self.spec.block, 0).repeat_interleave(self.spec.block, 1)
@@ -196,7 +200,7 @@ class AttentionCase(PartCase):
         return torch.stack(each, 1).masked_fill(~mask.any(1)[:, None], 0)
 
 
-def _flex(layout: BlockLayout, device: torch.device) -> Callable[..., Tensor]:
+def _flex_attention(layout: BlockLayout, device: torch.device) -> Callable[..., Tensor]:
     if device.type != "cuda":
         raise NotImplementedError("compiled FlexAttention is timed on a GPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -210,6 +214,8 @@ def _flex(layout: BlockLayout, device: torch.device) -> Callable[..., Tensor]:
 
 
 class SemiStructuredCase(PartCase):
+    """A linear layer with 2:4 weights and its dense peer."""
+
     peers = ("dense",)
     layout = None
 

@@ -36,6 +36,7 @@ def draw(rng: Random) -> dict:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare attention and its gradients with a dense computation in float64."""
     dtype, batch, heads = DTYPES[case["dtype"]], case["batch"], case["heads"]
     layouts = [build_layout(each, numbers) for each in case["layouts"]]
     given = layouts if len(layouts) == heads and not (case["one"] and heads == 1) else layouts[0]

@@ -72,6 +72,7 @@ def _tensors(results) -> list[Tensor]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have equal bits."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 

@@ -49,6 +49,7 @@ def _draw_axis(rng: Random, longest: int) -> list[int]:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare both directions of a convolution and its gradients with PyTorch's in float64."""
     layout, dtype, images = build_layout(case["layout"], numbers), DTYPES[case["dtype"]], case["images"]
     axes = [Axis(*axis) for axis in case["axes"]]
     big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("input", "output", "kernel"))
@@ -67,7 +68,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
         x, size = image(small if transposed else big, ins), big if transposed else small
         # PyTorch's weight is [channels of the output image, channels of the input image].
         dense = weight.transpose(0, 1) if transposed else weight
-        product = _scatter if transposed else _gather
+        product = _convolve_transposed if transposed else _convolve
         exact = product(x.double(), dense, axes), product(x.double().abs(), dense.abs(), axes)
         expected, bound = exact_output(exact, bias, ins * taps, case["activation"], dtype)
         calls.on_each(
@@ -95,32 +96,34 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
         )
 
 
-def _reach(axis: Axis) -> int:
+def _covered_length(axis: Axis) -> int:
     """Return the number of input positions that the output covers, from -padding on."""
     return (axis.output - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
 
 
-def _padded(image: Tensor, axes: list[Axis]) -> Tensor:
+def _pad(image: Tensor, axes: list[Axis]) -> Tensor:
     """Return an input image, channels first, with exactly the covered positions."""
-    pads = [pad for axis in reversed(axes) for pad in (axis.padding, _reach(axis) - axis.padding - axis.input)]
+    pads = [pad for axis in reversed(axes) for pad in (axis.padding, _covered_length(axis) - axis.padding - axis.input)]
     return F.pad(image.movedim(-1, 1), pads)
 
 
-def _steps(axes: list[Axis]) -> dict:
+def _stride_and_dilation(axes: list[Axis]) -> dict:
     return {name: [getattr(axis, name) for axis in axes] for name in ("stride", "dilation")}
 
 
-def _gather(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
     if not x.numel():
         return x.new_zeros(0, *(axis.output for axis in axes), weight.shape[0])
-    return CONV[len(axes)](_padded(x, axes), weight, **_steps(axes)).movedim(1, -1)
+    return CONV[len(axes)](_pad(x, axes), weight, **_stride_and_dilation(axes)).movedim(1, -1)
 
 
-def _scatter(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
+def _convolve_transposed(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
     if not x.numel():
         return x.new_zeros(0, *(axis.input for axis in axes), weight.shape[1])
-    y = SCATTER[len(axes)](x.movedim(-1, 1), weight, **_steps(axes))
-    pads = [pad for axis in reversed(axes) for pad in (-axis.padding, axis.padding + axis.input - _reach(axis))]
+    y = SCATTER[len(axes)](x.movedim(-1, 1), weight, **_stride_and_dilation(axes))
+    pads = [
+        pad for axis in reversed(axes) for pad in (-axis.padding, axis.padding + axis.input - _covered_length(axis))
+    ]
     return F.pad(y, pads).movedim(1, -1)
 
 
@@ -128,4 +131,4 @@ def _wgrad(small: Tensor, big: Tensor, axes: list[Axis]) -> Tensor:
     shape = small.shape[-1], big.shape[-1], *(axis.kernel for axis in axes)
     if not small.numel():
         return small.new_zeros(shape)
-    return WGRAD[len(axes)](_padded(big, axes), shape, small.movedim(-1, 1), **_steps(axes))
+    return WGRAD[len(axes)](_pad(big, axes), shape, small.movedim(-1, 1), **_stride_and_dilation(axes))

@@ -41,6 +41,7 @@ def draw_gates(rng: Random) -> dict:
 
 
 def run_gates(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare both passes of the gates with their definition in float64."""
     n, hidden, dtype, places = case["n"], case["hidden"], DTYPES[case["dtype"]], iter(case["places"])
     state, size = SUM_DTYPES[dtype], case["size"]
 
@@ -121,6 +122,7 @@ def draw_dropout(rng: Random) -> dict:
 
 
 def run_dropout(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare both passes of dropout with its definition, exactly."""
     dtype, least = DTYPES[case["dtype"]], dropout.least_of(case["p"])
     factors = dropout.factors_of(least, case["slope"])
     x, grad = (whole(normal(numbers, case["count"]), dtype, case["offset"]) for _ in range(2))
@@ -156,6 +158,7 @@ def draw_momentum(rng: Random) -> dict:
 
 
 def run_momentum(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare steps with momentum with float64."""
     dtype, factors = DTYPES[case["dtype"]], {name: case[name] for name in ("momentum", "rate", "keep")}
     weights, velocities, grads = (
         [whole(normal(numbers, count), dtype, case["offset"]) for count in case["counts"]] for _ in range(3)

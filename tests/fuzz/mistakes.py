@@ -42,6 +42,7 @@ def draw(rng: Random) -> dict:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Check that a call with a wrong operand raises."""
     layout, dtype = build_layout(case["layout"], numbers), DTYPES[case["dtype"]]
     call, operands, free = _call(case, layout, dtype)
     calls.on_each("right operands", dtype, lambda: call(**operands), lambda _: None, any_isa=True)

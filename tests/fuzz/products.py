@@ -30,7 +30,7 @@ from .memory import draw_rows, rows, whole
 SQUARES = (2, 3, 4, 5, 8, 16, 24, 32, 33, 64, 128)
 
 
-def _draw(rng: Random, layout: dict, tokens: int) -> dict:
+def _draw_product(rng: Random, layout: dict, tokens: int) -> dict:
     return {
         "layout": layout,
         "tokens": tokens,
@@ -46,7 +46,7 @@ def draw_linear(rng: Random) -> dict:
         block = (1, 2)
     most = 150_000 if rng.random() < 0.03 else 10_000
     tokens = draw_tokens(rng) if rng.random() < 0.97 else rng.randint(200, 700)
-    return _draw(rng, draw_layout(rng, block, max(most, block[0] * block[1])), tokens)
+    return _draw_product(rng, draw_layout(rng, block, max(most, block[0] * block[1])), tokens)
 
 
 def draw_csr(rng: Random) -> dict:
@@ -55,10 +55,11 @@ def draw_csr(rng: Random) -> dict:
     if rng.random() < 0.005:  # rows and outputs larger than the caches
         layout.update(grid=rng.choice(([3, 17_000], [70_000, 3])), filling="random", density=0.05)
         tokens = rng.choice((1, 65, 130))
-    return _draw(rng, layout, tokens)
+    return _draw_product(rng, layout, tokens)
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare a product and its gradients with float64."""
     layout, dtype, tokens = build_layout(case["layout"], numbers), DTYPES[case["dtype"]], case["tokens"]
     name = "csr" if layout.block_shape == (1, 1) else "linear"
     out_features, in_features = layout.shape

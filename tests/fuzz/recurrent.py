@@ -54,6 +54,7 @@ def _refused(case: dict) -> str | None:
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare outputs and gradients of a layer with the reference in float64."""
     dtype, lengths, two = DTYPES[case["dtype"]], case["lengths"], case["directions"] == 2
     torch.manual_seed(case["numbers"])
     layer = getattr(bs.nn, case["layer"])(

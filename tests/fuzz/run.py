@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def corpus(file: Path = CORPUS) -> list[dict]:
+    """Return the cases that were found once."""
     return [json.loads(line) for line in file.read_text().splitlines() if line] if file.exists() else []
 
 
@@ -83,6 +84,7 @@ def run_cases(seed: int, indices: Iterable[int], calls: Calls) -> list[str]:
 
 
 def report(seed: int, index: int, fault: str) -> str:
+    """Return the line of a fault with the command that replays it."""
     return f"FAULT {fault}\n  {command(seed, index)}"
 
 

@@ -60,7 +60,7 @@ def test_targets_are_fixed():
     assert even == [0.35, 0.5, 0.75]
     assert {t.spec.density for t in GPU_REACH.values() if t.bandwidth == 0.75} == {0.5, 0.25, 0.1}
     assert dict(GPU_REACH["many tokens, block 128"].ratios)["stk"] == 1.1
-    assert sum(gpu._has(target, "torch-bsr") for target in GPU_REACH.values()) == 8
+    assert sum(gpu._has_peer(target, "torch-bsr") for target in GPU_REACH.values()) == 8
     assert all({peer for peer, _ in t.ratios} | set(t.others) <= set(PEERS) for t in GPU_REACH.values())
     assert set(GPU_MEAN) <= set(PEERS)
 
@@ -332,7 +332,8 @@ def test_known_rows_stay_when_late():
     row = rows.Row("known, block 32", "-", "2x", True)
     reach = gpu.GpuTargets(None, known=[row])
     program = bench_parts.load("gpu")
-    assert list(program.measured(reach, [known, late], -1)) == [[row], [rows.Row("late", "-", rows.OUT_OF_TIME, None)]]
+    unmeasured = rows.Row("late", "-", rows.OUT_OF_TIME, None)
+    assert list(program.measure_jobs(reach, [known, late], -1)) == [[row], [unmeasured]]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,6 @@ def test_run_resumes(families, monkeypatch, tmp_path):
 
 
 def test_committed_table_has_all_families_and_all_pass(families):
-    rows = families.rows_of(json.loads((families.RESULTS / "families.json").read_text()))
+    rows = families.parse_rows(json.loads((families.RESULTS / "families.json").read_text()))
     assert [row.name for row in rows] == list(families.FAMILIES)
     assert all(row.passed and not row.refused for row in rows)

@@ -166,7 +166,8 @@ def test_bank_conflicts_are_counted():
     #shared1 = #ttg.swizzled_shared<{{vec = 4, perPhase = 1, maxPhase = {}, order = [0, 1]}}>
     ttg.local_load %w : !ttg.memdesc<{}x32xf32, #shared1, #smem> -> tensor<x, #ttg.dot_op<{{opIdx = 1, parent = #mma>
     """
-    assert [compile_rows._ways(text.format(*of)) for of in ((8, 64), (1, 64), (2, 64), (1, 16))] == [1, 8, 4, 4]
+    sizes = (8, 64), (1, 64), (2, 64), (1, 16)
+    assert [compile_rows._bank_conflict_ways(text.format(*size)) for size in sizes] == [1, 8, 4, 4]
 
 
 def test_kernels_that_do_not_compile_raise():

@@ -165,6 +165,7 @@ class CaseResult:
         return self.samples.ratio(peer, OURS)
 
     def tokens_per_second(self, name: str = OURS) -> float:
+        """Return the tokens that a contender processes per second."""
         return self.spec.tokens / self.time(name).median
 
     @property
@@ -253,10 +254,10 @@ class Bench:
         if not 0 <= seed < 2**63:
             raise BlockSparseError.expected("seed", "an int from 0 to 2^63 - 1", seed)
         self.device = get_device(device)
-        self.against = self._peers(against)
+        self.against = self._check_peers(against)
         self.rounds, self.budget, self.seed, self.tuning = rounds, budget, seed, tuning
 
-    def _peers(self, names: Sequence[str]) -> tuple[str, ...]:
+    def _check_peers(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:
             if name not in self.kind.peers:
                 raise BlockSparseError.expected("against", f"some of {', '.join(self.kind.peers)}", repr(name))
@@ -284,7 +285,7 @@ class Bench:
             counts: dict[str, int] = {}
             calls = {OURS: self.prepare(case, OURS, counts)}
             refused: dict[str, str] = {}
-            for name in self.against if against is None else self._peers(against):
+            for name in self.against if against is None else self._check_peers(against):
                 try:
                     call = case.call(name)
                     call()

@@ -61,12 +61,12 @@ class ConvCase(Case):
     # -- the calls -------------------------------------------------------------------------------------------------
 
     def call(self, name: str, copy: int = 0) -> Call:
-        return self._ours() if name == OURS else self._peer(name)
+        return self._our_call() if name == OURS else self._peer_call(name)
 
     def switches(self) -> AbstractContextManager[Any]:
         return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32())
 
-    def _ours(self) -> Call:
+    def _our_call(self) -> Call:
         x, grad, values, layout, steps = self.x, self.grad, self.values, self.layout, self.steps
         indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":
@@ -78,23 +78,23 @@ class ConvCase(Case):
         stride, padding, _ = steps
         return self.pass_call(lambda x, values: conv2d(x, values, layout, None, stride, padding), self.x, values)
 
-    def _peer(self, name: str) -> Call:
+    def _peer_call(self, name: str) -> Call:
         spec = self.spec
         if name == "dense":
             weight = torch.randn(
                 spec.out_channels, spec.in_channels, *self.kernel, dtype=spec.torch_dtype, device=self.device
             )
-            return self._torch(weight, groups=1)
+            return self._torch_call(weight, groups=1)
         if spec.pattern != "block-diagonal" or self.layout.grid[0] != self.layout.grid[1]:
             raise NotImplementedError("a grouped convolution is block-diagonal on a square grid")
-        return self._torch(self.values.reshape(-1, spec.block, *self.kernel), groups=self.layout.grid[0])
+        return self._torch_call(self.values.reshape(-1, spec.block, *self.kernel), groups=self.layout.grid[0])
 
-    def _torch(self, weight: Tensor, groups: int) -> Call:
+    def _torch_call(self, weight: Tensor, groups: int) -> Call:
         weight = weight.contiguous(memory_format=torch.channels_last)
         stride, padding, _ = self.steps
         if self.spec.pass_ in ("dgrad", "wgrad"):
             mask = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
-            return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, mask)
+            return lambda: _torch_backward(self.grad, self.x, weight, stride, padding, groups, mask)
         return self.pass_call(
             lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), self.x, weight
         )
@@ -111,7 +111,7 @@ class ConvCase(Case):
                 expected = F.conv2d(x, weight, None, stride, padding)
             else:
                 mask = (name == "grad_x", name == "grad_values", False)
-                expected = next(g for g in _backward(grad, x, weight, stride, padding, 1, mask) if g is not None)
+                expected = next(g for g in _torch_backward(grad, x, weight, stride, padding, 1, mask) if g is not None)
             if name == "grad_values":
                 expected = from_dense(expected, self.layout)
             elif self.spec.pass_ == "dgrad":  # the op's channels come last
@@ -132,7 +132,7 @@ class ConvBench(Bench):
     kind = ConvCase
 
 
-def _backward(grad, x, weight, stride, padding, groups, mask) -> tuple[Tensor | None, ...]:
+def _torch_backward(grad, x, weight, stride, padding, groups, mask) -> tuple[Tensor | None, ...]:
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, mask
     )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-import torch
+from dataclasses import dataclass, replace
 
 from blocksparse.errors import BlockSparseError
 
-from .linear_specs import DTYPES, PASSES
+from .linear_specs import ProductSpec
 
 PATTERNS = ("random", "block-diagonal")
 
 
 @dataclass(frozen=True)
-class ConvSpec:
+class ConvSpec(ProductSpec):
     """One pass of a block-sparse 2-D convolution.
 
     `size` is the height and width of the input; `padding` is as in torch. `pattern` is "random" with the given density,
@@ -40,37 +37,16 @@ class ConvSpec:
     pattern: str = "random"
 
     def __post_init__(self) -> None:
-        for name in ("out_channels", "in_channels", "size", "images", "kernel", "stride", "block"):
-            if getattr(self, name) <= 0:
-                raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
-        for name in ("out_channels", "in_channels"):
-            if getattr(self, name) % self.block:
-                raise BlockSparseError.expected(name, f"a multiple of the block size {self.block}", getattr(self, name))
+        sizes = ("size", "images", "kernel", "stride")
+        self._check(sizes, ("out_channels", "in_channels"), PATTERNS)
         if self.padding < 0:
             raise BlockSparseError.expected("padding", "an int, 0 or more", self.padding)
         if self.kernel > self.size + 2 * self.padding:
             raise BlockSparseError.expected("kernel", f"at most the padded image of {self.size}", self.kernel)
-        if not 0 <= self.density <= 1:
-            raise BlockSparseError.expected("density", "a number from 0 to 1", self.density)
-        for name, known in (("dtype", DTYPES), ("pass_", PASSES), ("pattern", PATTERNS)):
-            if getattr(self, name) not in known:
-                raise BlockSparseError.expected(
-                    name.rstrip("_"), f"one of {', '.join(known)}", repr(getattr(self, name))
-                )
 
     def shrunk(self, by: int) -> ConvSpec:
         """Return a smaller spec to try a program with: `by` times fewer and `by` times smaller images."""
         return replace(self, images=max(self.images // by, 1), size=max(self.size // by, self.kernel))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def products(self) -> int:
-        """The number of products of the size of the forward pass."""
-        return 3 if self.pass_ == "train" else 1
 
     @property
     def out_size(self) -> int:
@@ -80,10 +56,6 @@ class ConvSpec:
     def tokens(self) -> int:
         """How often each block is multiplied: positions times taps, including those in the padding."""
         return self.images * self.out_size**2 * self.kernel**2
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a JSON file, with `pass_` as "pass"."""
-        return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def __repr__(self) -> str:
         pattern = f"density {self.density:g}" if self.pattern == "random" else self.pattern

@@ -94,6 +94,7 @@ class LinearCase(Case):
         return self._values[0]
 
     def copy_of_values(self, copy: int) -> Tensor:
+        """Return the stored blocks of a copy, drawn at its first use."""
         while len(self._values) <= copy:
             self._values.append(self.inputs.randn(*self.layout.values_shape))
         return self._values[copy]
@@ -121,9 +122,9 @@ class LinearCase(Case):
     # -- the calls -------------------------------------------------------------------------------------------------
 
     def call(self, name: str, copy: int = 0) -> Call:
-        return self._ours(copy) if name == OURS else self._peer(name, copy)
+        return self._our_call(copy) if name == OURS else self._peer_call(name, copy)
 
-    def _ours(self, copy: int) -> Call:
+    def _our_call(self, copy: int) -> Call:
         x, grad, values, layout = self.x, self.grad, self.copy_of_values(copy), self.layout
         indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":
@@ -132,11 +133,11 @@ class LinearCase(Case):
             return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
         return self.pass_call(lambda x, values: linear(x, values, layout), x, values)
 
-    def _peer(self, name: str, copy: int) -> Call:
+    def _peer_call(self, name: str, copy: int) -> Call:
         if name == "dense":
-            return self._dense(copy)
+            return self._dense_call(copy)
         if name == "onednn":
-            return self._onednn(copy)
+            return self._onednn_call(copy)
         if self.spec.pass_ == "wgrad":
             raise NotImplementedError(f"{name} has no sampled product: its gradient is the whole dense one, if any")
         values, infers = self.copy_of_values(copy), self.spec.pass_ == "forward"
@@ -157,7 +158,7 @@ class LinearCase(Case):
             return self.pass_call(F.linear, self.x, weight)
         return self.pass_call(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
 
-    def _dense(self, copy: int) -> Call:
+    def _dense_call(self, copy: int) -> Call:
         x, grad, weight = self.x, self.grad, self.inputs.weight(copy)
         if self.spec.pass_ == "dgrad":
             return lambda: grad @ weight
@@ -167,7 +168,7 @@ class LinearCase(Case):
             return lambda: torch.mm(grad.t(), x, out=result)
         return self.pass_call(F.linear, x, weight)
 
-    def _onednn(self, copy: int) -> Call:
+    def _onednn_call(self, copy: int) -> Call:
         if self.spec.pass_ != "forward" or self.x.is_cuda:
             raise NotImplementedError("its packed weights are for inference on a CPU")
         return forward(products.onednn(self.inputs.weight(copy), self.spec.tokens), self.x)
@@ -181,7 +182,7 @@ class LinearCase(Case):
             with torch.no_grad():
                 named["y"] = linear(self.x, self.values, self.layout)
         rng = np.random.default_rng(seed)
-        errors = {name: self._error(name, result, rng) for name, result in named.items()}
+        errors = {name: self._error_of_result(name, result, rng) for name, result in named.items()}
         check_errors(self.bound, errors, self.spec)
         return errors
 
@@ -191,12 +192,13 @@ class LinearCase(Case):
         for what, result in name_results(self.spec.pass_, call()).items() if name not in DENSE else ():
             if what == "grad_values":  # in a format of the peer's own
                 continue
-            error = self._error(what, result, rng)
+            error = self._error_of_result(what, result, rng)
             if not error <= 10 * self.bound:
                 return f"wrong: {name}'s {what} has a relative L2 error of {error:g} against float64"
         return None
 
-    def _error(self, name: str, result: Tensor, rng: np.random.Generator) -> float:
+    def _error_of_result(self, name: str, result: Tensor, rng: np.random.Generator) -> float:
+        """Return the relative error of a result, of a sample of it if it is large."""
         block = self.spec.block
         if name == "grad_values":
             limit = CHECKED_WEIGHT // max(1, 2 * self.spec.tokens * block)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +17,46 @@ PASSES = ("forward", "dgrad", "wgrad", "train")
 PATTERNS = ("random", "barabasi-albert")
 
 
+class ProductSpec:
+    """Checks and properties that specs of linear products and convolutions share."""
+
+    block: int
+    density: float
+    dtype: str
+    pass_: str
+
+    def _check(self, sizes: Sequence[str], features: Sequence[str], patterns: Sequence[str]) -> None:
+        """Raise unless sizes are positive, features fit the blocks, and names are known."""
+        for name in (*sizes, *features, "block"):
+            if getattr(self, name) <= 0:
+                raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
+        for name in features:
+            if getattr(self, name) % self.block:
+                raise BlockSparseError.expected(name, f"a multiple of the block size {self.block}", getattr(self, name))
+        if not 0 <= self.density <= 1:
+            raise BlockSparseError.expected("density", "a number from 0 to 1", self.density)
+        for name, choices in (("dtype", DTYPES), ("pass_", PASSES), ("pattern", patterns)):
+            if (value := getattr(self, name)) not in choices:
+                raise BlockSparseError.expected(name.rstrip("_"), f"one of {', '.join(choices)}", repr(value))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as PyTorch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def products(self) -> int:
+        """The number of products of the size of the forward pass."""
+        return 3 if self.pass_ == "train" else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a JSON file, with `pass_` as "pass"."""
+        return {name.rstrip("_"): value for name, value in vars(self).items()}
+
+
 @dataclass(frozen=True)
-class LinearSpec:
+class LinearSpec(ProductSpec):
     """One pass of a block-sparse linear product.
 
     `pass_` is "forward" (x W^T), "dgrad" (grad W), "wgrad" (grad^T x on the layout) or "train" (all three through
@@ -41,20 +80,7 @@ class LinearSpec:
     pattern: str = "random"
 
     def __post_init__(self) -> None:
-        for name in ("out_features", "in_features", "tokens", "block"):
-            if getattr(self, name) <= 0:
-                raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
-        for name in ("out_features", "in_features"):
-            if getattr(self, name) % self.block:
-                raise BlockSparseError.expected(name, f"a multiple of the block size {self.block}", getattr(self, name))
-        if not 0 <= self.density <= 1:
-            raise BlockSparseError.expected("density", "a number from 0 to 1", self.density)
-        if self.dtype not in DTYPES:
-            raise BlockSparseError.expected("dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype))
-        if self.pass_ not in PASSES:
-            raise BlockSparseError.expected("pass", f"one of {', '.join(PASSES)}", repr(self.pass_))
-        if self.pattern not in PATTERNS:
-            raise BlockSparseError.expected("pattern", f"one of {', '.join(PATTERNS)}", repr(self.pattern))
+        self._check(("tokens",), ("out_features", "in_features"), PATTERNS)
 
     def layout(self, seed: int = 0) -> BlockLayout:
         """Return a layout of the pattern with this density, or the nearest density that the pattern has."""
@@ -72,21 +98,6 @@ class LinearSpec:
     def shrunk(self, by: int) -> LinearSpec:
         """Return a smaller spec to try a program with: `by` times fewer features."""
         return replace(self, out_features=self.out_features // by, in_features=self.in_features // by)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def products(self) -> int:
-        """The number of products of the size of the forward pass."""
-        return 3 if self.pass_ == "train" else 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a JSON file, with `pass_` as "pass"."""
-        fields = asdict(self)
-        return {name.rstrip("_"): value for name, value in fields.items()}
 
     def __repr__(self) -> str:
         pattern = "" if self.pattern == "random" else f", {self.pattern}"

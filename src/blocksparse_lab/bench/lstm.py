@@ -142,6 +142,7 @@ class LstmCase(Case):
         return width_for(dense, parameter_count(config)) if narrow is None else replace(dense, width=narrow)
 
     def model(self, name: str) -> CharLM:
+        """Return our model or a peer's."""
         if name.startswith("torch") and self.spec.config.cell != "lstm":
             raise NotImplementedError(f"torch.nn has no such cell as {self.spec.config.cell}")
         kind = _TorchCharLM if name.startswith("torch") else CharLM

@@ -118,7 +118,7 @@ def short(value: float) -> str:
 def write_results(path: Path, results: Sequence[CaseResult], what: str, **settings: Any) -> None:
     """Write results with the machine that they were measured on."""
     every = [result.as_dict() for result in results]
-    write_json(path, {"what": what, "machine": machine(_device(results)), "settings": settings, "results": every})
+    write_json(path, {"what": what, "machine": machine(_device_type(results)), "settings": settings, "results": every})
 
 
 def write(path: Path, content: Mapping[str, Any], *parts: str | Sequence[str]) -> None:
@@ -130,7 +130,7 @@ def write(path: Path, content: Mapping[str, Any], *parts: str | Sequence[str]) -
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON with seven digits per number; flat objects and lists of flat lists take one line each."""
-    text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
+    text = json.dumps(_round_floats(content), indent=1, separators=(",", ":"))
     # A line break right after a bracket is never inside a string, so joining lines changes no string.
     for parts in (r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", r"\[\n(?: *\[[^\[\]{}\n]*\],?\n)+ *\]"):
         text = re.sub(parts, lambda match: re.sub(r"\n *", "", match[0]), text)
@@ -162,17 +162,19 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def _report_os_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into one about the option `out`."""
     try:
         yield
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder to write to", f"{folder} ({error.strerror})") from error
 
 
-def _rounded(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
+    """Round the floats of nested content to seven digits."""
     if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
+        return {key: _round_floats(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
+        return [_round_floats(part) for part in value]
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
@@ -272,7 +274,7 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str, bound: bo
     axes.margins(x=0.08, y=0.12)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    save(figure, path, where(machine(_device(results))))
+    save(figure, path, where(machine(_device_type(results))))
 
 
 # Height of a peer's numbers above its line, in points; lines of peers with equal widths are close to each other.
@@ -305,6 +307,7 @@ def speedup_axes(axes: Any, title: str) -> None:
 
 
 def log_axes(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    """Set up logarithmic axes."""
     axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
     axes.set_title(title, loc="left", size=10)
     axes.grid(which="major", color="0.9", lw=0.8)
@@ -327,5 +330,5 @@ def save(figure: Any, path: Path, caption: str, dpi: int = 150) -> None:
     style.save(figure, path, dpi)
 
 
-def _device(results: Sequence[CaseResult]) -> str:
+def _device_type(results: Sequence[CaseResult]) -> str:
     return next((result.facts["device"] for result in results), "cpu")

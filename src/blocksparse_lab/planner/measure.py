@@ -33,13 +33,13 @@ FEATURES, TOKENS, DENSITY = 2048, 256, 0.1
 def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
     """Return the rates of the default process group; all its processes must call this together."""
     ranks, cores = dist.get_world_size(), available_cores()
-    links = {name: _link(name) for name in ROUNDS}
+    links = {name: _measure_link(name) for name in ROUNDS}
     network = Network(**links)
     alone = min(ranks, cores)  # one process per core, while the others wait
-    bandwidth = 2 * COPIED / _time_together(_copy(), alone)
+    bandwidth = 2 * COPIED / _time_together(_copy_call(), alone)
     product_rates = {}
     for block in blocks:
-        call, weights = _product(block)
+        call, weights = _product_call(block)
         product_rates[4, block] = flops(weights, TOKENS) / _time_together(call, alone)
     x = torch.randn(512, 512)
     dense = 2 * 512**3 / _time_together(lambda: x @ x, alone)
@@ -63,17 +63,18 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _link(collective: str) -> Link:
+def _measure_link(collective: str) -> Link:
     """Return latency and bandwidth from the times of a small and a large tensor, by the formulas of a ring."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return Link(0.0, 1e12)
-    small, large = (_time_together(_collective(collective, size), ranks) for size in (SMALL, LARGE))
+    small, large = (_time_together(_collective_call(collective, size), ranks) for size in (SMALL, LARGE))
     sent = ring_bytes(collective, LARGE, ranks) - ring_bytes(collective, SMALL, ranks)
     return Link(small / ring_steps(collective, ranks), sent / max(large - small, 1e-9))
 
 
-def _collective(name: str, size: int) -> Callable[[], Any]:
+def _collective_call(name: str, size: int) -> Callable[[], Any]:
+    """Return a collective over `size` bytes as a call."""
     ranks = dist.get_world_size()
     whole = torch.ones(size // 4 // ranks * ranks)
     part = torch.ones(len(whole) // ranks)
@@ -94,13 +95,13 @@ def _collective(name: str, size: int) -> Callable[[], Any]:
     return call
 
 
-def _copy() -> Callable[[], Any]:
+def _copy_call() -> Callable[[], Any]:
     source = torch.ones(COPIED // 4)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
 
 
-def _product(block: int) -> tuple[Callable[[], Any], int]:
+def _product_call(block: int) -> tuple[Callable[[], Any], int]:
     """Return forward and backward of a layer as a call, and the number of weights that it stores."""
     torch.manual_seed(0)
     layer = bs.nn.Linear(FEATURES, FEATURES, density=DENSITY, block_size=block, bias=False)
@@ -157,7 +158,7 @@ def in_processes(processes: int, function: Callable[[], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe(duplex=False)
         arguments = (processes, str(Path(folder) / "store"), theirs, function)
-        started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
+        started = [context.Process(target=_run_process, args=(rank, *arguments)) for rank in range(processes)]
         for process in started:
             process.start()
         theirs.close()
@@ -171,7 +172,8 @@ def in_processes(processes: int, function: Callable[[], Any]) -> Any:
                 process.kill()
 
 
-def _process(rank: int, processes: int, store: str, pipe: Any, function: Callable[[], Any]) -> None:
+def _run_process(rank: int, processes: int, store: str, pipe: Any, function: Callable[[], Any]) -> None:
+    """Join the group, call the function, and send the first rank's result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     result = function()

@@ -100,12 +100,13 @@ class _Step:
     calls: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
 
     def send(self, collective: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Record a collective and return its seconds."""
         if ranks == 1 or size == 0:
             return 0.0
         self.calls.setdefault(collective, []).append((size, ranks))
         return self.hardware.seconds(collective, size, ranks, stride)
 
-    def moving(self, size: float) -> float:
+    def move(self, size: float) -> float:
         """Return the seconds to read or write bytes on the device."""
         return size / self.hardware.bandwidth * self.hardware.turns(self.job.ranks)
 
@@ -119,7 +120,7 @@ class _Step:
             arithmetic = 2 * weights * tokens / self.hardware.rate(job.wire, product.block)
             total += max(
                 arithmetic * self.hardware.turns(job.ranks),
-                self.moving(job.wire * (weights + tokens * features)),
+                self.move(job.wire * (weights + tokens * features)),
             )
         if self.net.attention:
             flops = formulas.attention_flops(self.net.width, tokens, job.sequence) / 3 * len(self.net.layers) / split
@@ -127,16 +128,20 @@ class _Step:
         return total
 
     def backward(self) -> float:
+        """Return the seconds of the backward pass."""
         return (3 if self.job.recompute else 2) * self.forward()
 
     def optimizer(self, parameters: int) -> float:
-        return self.moving(formulas.optimizer_traffic(parameters, self.job.stored, self.job.optimizer))
+        """Return the seconds of the optimizer."""
+        return self.move(formulas.optimizer_traffic(parameters, self.job.stored, self.job.optimizer))
 
-    def side_by_side(self, computing: float, sending: float, chunks: int) -> float:
+    def overlap(self, computing: float, sending: float, chunks: int) -> float:
+        """Return the seconds of computing and sending, overlapped if the hardware does that."""
         overlap = self.hardware.overlap
         return formulas.overlapped(computing, sending, chunks) if overlap else computing + sending
 
     def memory(self, parameters: int) -> dict[str, float]:
+        """Return the bytes of each category."""
         job = self.job
         return {
             **formulas.model_state_bytes(parameters, job.stored, job.optimizer),
@@ -145,6 +150,7 @@ class _Step:
         }
 
     def plan(self, engine: str, memory: dict[str, float], seconds: dict[str, float], total: float) -> Plan:
+        """Return the plan of an engine."""
         fits = sum(memory.values()) <= USABLE * self.hardware.memory
         return Plan(engine, memory, self.calls, seconds, total, fits)
 
@@ -179,7 +185,7 @@ def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
     layouts_sent = step.send("broadcast", memory["layouts"], job.ranks)  # DDP's broadcast_buffers
     if job.wire < job.stored:  # autocast keeps the copies until the backward pass ends
         memory["copies"] = parameters * job.wire
-    copying = step.moving(2 * gradients) if job.ranks > 1 else 0.0  # into the buckets, divided
+    copying = step.move(2 * gradients) if job.ranks > 1 else 0.0  # into the buckets, divided
     seconds = {
         "forward": step.forward(),
         "backward": step.backward() + copying,
@@ -187,7 +193,7 @@ def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
         "collectives": sending + layouts_sent,
     }
     total = seconds["forward"] + seconds["optimizer"] + layouts_sent
-    return step.plan("DDP", memory, seconds, total + step.side_by_side(seconds["backward"], sending, buckets))
+    return step.plan("DDP", memory, seconds, total + step.overlap(seconds["backward"], sending, buckets))
 
 
 def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> Plan:
@@ -222,15 +228,15 @@ def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> P
     copies = sum(gathered) if shards > 1 else 0
     seconds = {
         # Copies from the gathered buffer to parameters; and of gradients to the buffer to scatter, with a division.
-        "forward": step.forward() + step.moving(2 * copies),
-        "backward": step.backward() + step.moving(6 * copies),
+        "forward": step.forward() + step.move(2 * copies),
+        "backward": step.backward() + step.move(6 * copies),
         "optimizer": step.optimizer(parameters),
         "collectives": sum(gathers.values()) + scatters + sum(added.values()),
     }
     sent = gathers["backward"] + scatters
     total = seconds["optimizer"]
-    total += step.side_by_side(seconds["forward"] + added["forward"], gathers["forward"], len(units))
-    total += step.side_by_side(seconds["backward"] + added["backward"], sent, len(units))
+    total += step.overlap(seconds["forward"] + added["forward"], gathers["forward"], len(units))
+    total += step.overlap(seconds["backward"] + added["backward"], sent, len(units))
     return step.plan(f"TP {tensor_parallel} x FSDP2" if tensor_parallel > 1 else "FSDP2", memory, seconds, total)
 
 
