@@ -118,8 +118,8 @@ def pairs():
 def test_any_number_of_processes(processes, tmp_path, saved, before, loaded, after):
     expected = (processes(saved)(save, tmp_path / "at", before) if saved > 1 else [save(tmp_path / "at")])[0]
     results = processes(loaded)(load, tmp_path / "at", after) if loaded > 1 else [load(tmp_path / "at")]
-    for found in results:
-        check_equal(found, expected)
+    for loaded_state in results:
+        check_equal(loaded_state, expected)
 
 
 CUTS = Cut(48, 8, ((0, 2, 4), (1, 3, 5))), Cut(24, 4, ((0, 1, 5), (2, 3, 4)))
@@ -202,9 +202,9 @@ def test_what_pytorch_wrote_and_reads(tmp_path):
     load_checkpoint(other, tmp_path / "plain", "model.")
     check_equal(state(other), state(net))
     save_checkpoint(net, tmp_path / "ours")
-    found = Net(0).state_dict()
-    dcp.load(found, checkpoint_id=tmp_path / "ours")
-    check_equal(found, state(net))
+    loaded = Net(0).state_dict()
+    dcp.load(loaded, checkpoint_id=tmp_path / "ours")
+    check_equal(loaded, state(net))
 
 
 def more_layers(net):

@@ -1,4 +1,4 @@
-"""RetainValidUpdates, the average on the union topology, pruning back, the warm-up: against dense matrices."""
+"""WASAP's formulas, compared with dense matrices: gradients of old layouts, averages, pruning and the warm-up."""
 
 import math
 
@@ -9,7 +9,7 @@ import blocksparse as bs
 from blocksparse.distributed import prune_to, retain_valid, union_average, warm_up
 
 
-def some(seed, density=0.3, block=(2, 3), kernel=()):
+def random_weight(seed, density=0.3, block=(2, 3), kernel=()):
     shape = (20 * block[0], 30 * block[1])
     layout = bs.patterns.random(shape, block, density=density, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -22,23 +22,23 @@ def dense(values, layout):
 
 @pytest.mark.parametrize("block", [(1, 1), (2, 3)])
 def test_retain_valid(block):
-    (before, grad), (now, _) = some(0, block=block), some(1, density=0.4, block=block)
-    kept = retain_valid(grad, before, now)
-    assert kept.shape == now.values_shape
+    (before, grad), (now, _) = random_weight(0, block=block), random_weight(1, density=0.4, block=block)
+    mapped = retain_valid(grad, before, now)
+    assert mapped.shape == now.values_shape
     stays = dense(torch.ones_like(grad), before) * dense(torch.ones(now.values_shape), now)
-    assert torch.equal(dense(kept, now), dense(grad, before) * stays)
+    assert torch.equal(dense(mapped, now), dense(grad, before) * stays)
 
 
-def test_retain_valid_of_the_same_layout_is_the_gradient_and_kernels_follow():
-    layout, grad = some(0)
-    assert retain_valid(grad, layout, some(0)[0]) is grad
-    before, grad = some(0, kernel=(3, 3))
-    now, _ = some(1)
+def test_retain_valid_returns_the_gradient_of_an_equal_layout_and_maps_kernels():
+    layout, grad = random_weight(0)
+    assert retain_valid(grad, layout, random_weight(0)[0]) is grad
+    before, grad = random_weight(0, kernel=(3, 3))
+    now, _ = random_weight(1)
     for i in range(3):
         assert torch.equal(retain_valid(grad, before, now)[..., i, 1], retain_valid(grad[..., i, 1], before, now))
 
 
-def test_retain_valid_of_nothing():
+def test_retain_valid_without_blocks():
     full, none = (bs.BlockLayout([[bit, bit]], 2) for bit in (True, False))
     assert torch.equal(retain_valid(torch.ones(0, 2, 2), none, full), torch.zeros(2, 2, 2))
     assert retain_valid(torch.ones(2, 2, 2), full, none).shape == (0, 2, 2)
@@ -46,17 +46,17 @@ def test_retain_valid_of_nothing():
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_union_average(workers):
-    layouts, values = zip(*(some(seed) for seed in range(workers)), strict=True)
+    layouts, values = zip(*(random_weight(seed) for seed in range(workers)), strict=True)
     layout, mean = union_average(layouts, values)
     assert torch.equal(layout.mask(), torch.stack([one.mask() for one in layouts]).any(0))
-    wanted = sum(dense(v.double(), one) for one, v in zip(layouts, values, strict=True)) / workers
-    torch.testing.assert_close(dense(mean.double(), layout), wanted, rtol=1e-6, atol=1e-7)
+    expected = sum(dense(v.double(), one) for one, v in zip(layouts, values, strict=True)) / workers
+    torch.testing.assert_close(dense(mean.double(), layout), expected, rtol=1e-6, atol=1e-7)
     if workers == 1:
         assert torch.equal(mean, values[0])
 
 
-def test_union_average_of_half_precision_is_rounded_once():
-    layout, _ = some(0)
+def test_union_average_rounds_half_precision_once():
+    layout, _ = random_weight(0)
     parts = [torch.full(layout.values_shape, v).bfloat16() for v in (1.0, 2**-8, 2**-8)]
     _, mean = union_average([layout] * 3, parts)
     assert mean.dtype == torch.bfloat16
@@ -64,22 +64,22 @@ def test_union_average_of_half_precision_is_rounded_once():
 
 
 def test_prune_to():
-    layout, values = some(0)
-    pruned, kept = prune_to(layout, values, 70)
+    layout, values = random_weight(0)
+    pruned, remaining = prune_to(layout, values, 70)
     norms = values.flatten(1).norm(dim=1)
     largest = norms.argsort(descending=True)[:70].sort().values
-    assert torch.equal(kept, values[largest])
+    assert torch.equal(remaining, values[largest])
     mask = torch.zeros(layout.nnz, dtype=torch.bool)
     mask[largest] = True
-    assert torch.equal(dense(kept, pruned), dense(values * mask[:, None, None], layout))
+    assert torch.equal(dense(remaining, pruned), dense(values * mask[:, None, None], layout))
     same, all_of_it = prune_to(layout, values, layout.nnz)
     assert same == layout
     assert torch.equal(all_of_it, values)
-    assert prune_to(layout, torch.ones_like(values), 7)[0].nnz == 7, "equals, too"
+    assert prune_to(layout, torch.ones_like(values), 7)[0].nnz == 7, "ties are broken"
 
 
-def test_union_then_pruned_has_the_number_of_before():
-    layouts, values = zip(*(some(seed) for seed in range(4)), strict=True)
+def test_pruning_the_union_restores_the_number_of_blocks():
+    layouts, values = zip(*(random_weight(seed) for seed in range(4)), strict=True)
     layout, mean = union_average(layouts, values)
     assert layout.nnz > layouts[0].nnz
     assert prune_to(layout, mean, layouts[0].nnz)[0].nnz == layouts[0].nnz
@@ -109,4 +109,4 @@ def test_warm_up():
 )
 def test_bad_arguments(call, message):
     with pytest.raises(bs.BlockSparseError, match=message):
-        call(*some(0))
+        call(*random_weight(0))

@@ -144,15 +144,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in self.modules and "." not in name else None
-        plain = is_dataclass(found) or (isinstance(found, type) and issubclass(found, Enum))
+        value = super().find_class(module, name) if module in self.modules and "." not in name else None
+        plain = is_dataclass(value) or (isinstance(value, type) and issubclass(value, Enum))
         if (
             (module.startswith("torch.distributed.") and plain)
-            or (module == "torch" and isinstance(found, torch.dtype | torch.layout | torch.memory_format))
+            or (module == "torch" and isinstance(value, torch.dtype | torch.layout | torch.memory_format))
             or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath") and found is not None)
+            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath") and value is not None)
         ):  # fmt: skip
-            return found
+            return value
         if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an Enum
             return _enum_member
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
