@@ -63,7 +63,7 @@ def test_ranks_and_layers_that_differ_are_named(processes):
 
 
 def parts(differ):
-    """Of a 2 x 2 mesh the processes of a column have the same part."""
+    """Processes of a column of a 2 x 2 mesh have the same part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     seed = mesh["dp"].get_local_rank() if differ else 0
     model = net(5, seed)
@@ -71,7 +71,7 @@ def parts(differ):
     return said(model)
 
 
-def test_parts_are_compared_where_they_are_the_same(processes):
+def test_equal_parts_are_compared(processes):
     assert processes(4)(parts, False) == [None] * 4
     (said_,) = set(processes(4)(parts, True))
     assert re.search(r"ranks? .* another one of fc1", said_)
@@ -98,13 +98,13 @@ def one_stays_away():
     return said(net(0), group), time.monotonic() - begin
 
 
-def test_a_rank_that_does_not_come_is_named_in_time(processes):
+def test_a_missing_rank_is_named_in_time(processes):
     (text, seconds), _ = processes(2)(one_stays_away)
     assert text.startswith("rank 1: expected an answer in time")
     assert seconds < 5
 
 
-def test_alone_there_is_nothing_to_compare():
+def test_one_process_has_nothing_to_compare():
     check_layouts(net(0, 1))
     with pytest.raises(bs.BlockSparseError, match="model"):
         check_layouts(3)

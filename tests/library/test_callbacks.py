@@ -183,7 +183,7 @@ def loop(request, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_as_by_hand(name, loop):
+def test_callbacks_train_like_a_loop_by_hand(name, loop):
     model = Net(name in SPARSE)
     loop.run(model, loop.callback(method_of(name, model)))
     same(model, by_hand(name))
@@ -191,7 +191,7 @@ def test_as_by_hand(name, loop):
 
 
 @pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning"])
-def test_resumed(name, loop):
+def test_resuming_gives_the_same_bits(name, loop):
     loop.save(name, Net(name in SPARSE))
     again = Net(name in SPARSE)
     loop.run(again, loop.callback(method_of(name, again)), resume=True)
@@ -205,7 +205,7 @@ def test_accumulated_gradients_are_one_step(loop):
 
 
 @pytest.mark.parametrize("loop", [Transformers], indirect=True)
-def test_a_checkpoint_without_the_methods_is_said(loop):
+def test_a_checkpoint_without_the_methods_is_refused(loop):
     loop.save("SET", Net(True))
     (loop.saved / loop.callback.FILE).unlink()
     with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors"):
@@ -214,7 +214,7 @@ def test_a_checkpoint_without_the_methods_is_said(loop):
 
 @pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning", "L0Gates"])
 @pytest.mark.parametrize("accumulate", [2, 3])
-def test_accumulation_as_by_hand(name, accumulate, loop):
+def test_accumulation_is_like_a_loop_by_hand(name, accumulate, loop):
     model = Net(name in SPARSE)
     loop.run(model, loop.callback(method_of(name, model)), accumulate=accumulate)
     same(model, by_hand(name, accumulate))
@@ -363,9 +363,9 @@ def test_an_error_of_others_leaves_a_model_that_loads(loop, monkeypatch):
         warnings.simplefilter("always")
         with pytest.raises(Stop):
             loop.run(model, loop.callback(method))
-    told = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
+    messages = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
     expected = [f"training was interrupted. {kind.__name__} is at step 4 of 5"] if type(loop) is Lightning else []
-    assert [message.split(":")[0] for message in told] == expected
+    assert [message.split(":")[0] for message in messages] == expected
     again, x = Net(False), batch_of_one()
     assert not again.load_state_dict(model.state_dict(), strict=False).missing_keys
     assert torch.equal(again(**x)["logits"], model(**x)["logits"])
@@ -450,12 +450,12 @@ def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    told = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
+    messages = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
     for layer, best in zip(model.layers[::2], patterns[2], strict=True):
         assert torch.equal(layer.weight, best)
     if name != "SET":
         start = f"{name} is at step 2 of 5" if with_state else "the best model was loaded without the state"
-        assert [message.startswith(start) for message in told] == [True]
+        assert [message.startswith(start) for message in messages] == [True]
 
 
 @pytest.mark.parametrize("loop", [Lightning], indirect=True)
@@ -469,7 +469,7 @@ def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
     ],
     ids=["none", "int", "makes an int", "makes gates"],
 )
-def test_what_is_no_method(given, message, loop):
+def test_arguments_that_are_no_methods(given, message, loop):
     with pytest.raises(bs.BlockSparseError, match=message):
         loop.run(Net(False), loop.callback(*given))
 

@@ -1,4 +1,4 @@
-"""Dense weights exchanged for block-sparse ones: the same numbers, names, optimizers; all or nothing."""
+"""Replacing dense weights by block-sparse ones: equal results, names, optimizers; all or nothing."""
 
 import copy
 
@@ -15,7 +15,7 @@ from sparsified import assert_refused
 
 
 class Conv1D(nn.Module):
-    """As the transformers library has it: a linear layer with a weight `[in, out]`."""
+    """Conv1D of the transformers library: a linear layer with a weight `[in, out]`."""
 
     __module__ = "transformers.pytorch_utils"
 
@@ -146,7 +146,7 @@ def test_skip():
             prunable(model, 4, skip)
 
 
-def test_what_cannot_be_exchanged_has_a_reason():
+def test_weights_that_stay_dense_have_a_reason():
     class Own(nn.Linear):
         pass
 
@@ -199,7 +199,7 @@ def test_a_module_with_two_parents_is_exchanged_once():
     assert model[0][0] is model[1][0]
 
 
-def test_what_else_the_module_has_goes_along():
+def test_additions_of_users_move_along():
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     model[0].weight.requires_grad_(False)
     bias, seen, layouts = model[0].bias, [], random_layouts(model, 8)
@@ -215,7 +215,7 @@ def test_what_else_the_module_has_goes_along():
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=lambda make: make.__name__)
-def test_the_optimizer_goes_on_as_that_of_the_masked_model(make):
+def test_the_optimizer_continues_like_that_of_the_masked_model(make):
     model = nn.ModuleList([nn.Linear(20, 24), nn.LSTM(24, 20), nn.ConvTranspose1d(20, 16, 2)]).double()
 
     def loss(model, x):
@@ -275,7 +275,7 @@ def test_a_refusal_changes_nothing(root):
         assert_refused(message, replace_with_sparse, model, layouts, optimizer=optimizer)
 
 
-def test_lstms_take_layouts_by_name():
+def test_lstms_accept_layouts_by_name():
     layout = bs.patterns.dense((4 * 48, 48), 16)
     lstm = bs.nn.LSTM(20, 40, 2, layouts={"weight_hh_l1": layout})
     assert lstm.weight_hh_l1.layout is layout

@@ -36,7 +36,7 @@ class Routed(nn.Module):
         return self.last(x + y)
 
 
-def test_data_of_a_model_that_routes_by_them():
+def test_a_model_that_routes_by_its_data():
     model, data = Routed().eval(), [torch.randn(40, 32) for _ in range(3)]
     sparse = bs.sparsify(model, 0.5, block_size=8, force=True, data=data)
     assert all(isinstance(expert, bs.nn.Linear) for expert in sparse.experts)
@@ -68,7 +68,7 @@ def test_weights_that_a_hook_computes_stay_as_they_are(change):
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_hooks_of_the_backward_pass_go_along(inplace):
+def test_backward_hooks_move_along(inplace):
     seen = []
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].register_full_backward_hook(lambda *_: seen.append(1))
@@ -116,7 +116,7 @@ def test_a_layer_that_calls_something_else_stays_dense_and_is_named(change, inpl
         torch.testing.assert_close(sparse(x), expected)
 
 
-def test_a_model_that_accelerate_has_offloaded_is_told_the_remedy():
+def test_the_error_for_an_offloaded_model_names_the_remedy():
     model = pytest.importorskip("accelerate").cpu_offload(nn.Sequential(nn.Linear(48, 40)), torch.device("cpu"))
     with pytest.raises(bs.BlockSparseError, match=r"0.weight on the meta device; accelerate .*remove_hook_from_module"):
         bs.sparsify(model, 0.5, 8, force=True)
@@ -177,7 +177,7 @@ def check_tagged(layer, weight, seen, shape, x):
     ],
     ids=["linear", "conv2d", "conv_transpose1d"],
 )
-def test_what_a_user_put_on_a_layer_goes_along_there_and_back(make, x, inplace):
+def test_additions_of_users_move_along_there_and_back(make, x, inplace):
     seen, model = [], nn.Sequential(make())
     shape = list(model[0].weight.shape)
     tagged(model[0], seen, "weight")
@@ -201,7 +201,7 @@ def test_a_mask_of_the_gradient_masks_the_same_weights_and_can_be_removed():
 
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNNCell, nn.MultiheadAttention])
-def test_what_a_user_put_on_a_layer_of_several_weights_goes_along(make):
+def test_additions_to_a_layer_of_several_weights_move_along(make):
     layer = make(*((20, 30) if make is not nn.MultiheadAttention else (48, 4)))
     layer.tag, layer.gain, layer.adapter = "mine", nn.Parameter(torch.ones(3)), nn.Identity()
     for name, parameter in layer.named_parameters(recurse=False):
@@ -216,7 +216,7 @@ def test_what_a_user_put_on_a_layer_of_several_weights_goes_along(make):
 
 
 @pytest.mark.parametrize("layer", ["linear", "conv", "lstm"])
-def test_what_a_user_put_on_a_layer_goes_along_into_8_bits(layer):
+def test_additions_of_users_move_along_into_8_bits(layer):
     made = {
         "linear": bs.nn.Linear(64, 32, density=0.5, block_size=16),
         "conv": bs.nn.Conv2d(32, 32, 3, density=0.5, block_size=16),
@@ -229,7 +229,7 @@ def test_what_a_user_put_on_a_layer_goes_along_into_8_bits(layer):
 
 
 @pytest.mark.parametrize(("name", "value"), [("activation", "relu"), ("layout", "NHWC"), ("used", 3)])
-def test_a_name_that_means_something_else_is_refused_and_nothing_is_changed(name, value):
+def test_an_attribute_with_a_name_of_ours_is_refused(name, value):
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     setattr(model[1], name, value)
     before = list(model.modules())
@@ -245,7 +245,7 @@ def test_a_module_on_a_layer_with_an_activation_is_refused_by_name():
         bs.densify(model)
 
 
-def test_hooks_of_a_layer_with_an_activation_stay_behind_that():
+def test_hooks_of_a_layer_with_an_activation_get_its_outputs():
     model, seen, x = nn.Sequential(bs.nn.Linear(40, 40, block_size=8, activation="relu")), [], torch.randn(5, 40)
     model[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
     expected = model(x)
@@ -373,9 +373,9 @@ class Plain(nn.Linear):
 def test_plain_subclasses_and_layers_of_another_density_are_named():
     sparse = bs.nn.Linear(64, 48, density=0.75, block_size=8)
     model = nn.Sequential(nn.Linear(48, 64), sparse, Plain(48, 40), nn.LazyLinear(8))
-    with pytest.warns(bs.SparsityWarning) as told:
+    with pytest.warns(bs.SparsityWarning) as caught:
         bs.sparsify(model, 0.25, 8, force=True)
-    (message,) = [str(each.message) for each in told]
+    (message,) = [str(each.message) for each in caught]
     assert "2.weight: Plain is a subclass of Linear" in message
     assert "3.weight: not initialized yet" in message
     assert "1.weight: block-sparse already, with density 0.75" in message
@@ -387,7 +387,7 @@ def test_plain_subclasses_and_layers_of_another_density_are_named():
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
-def test_densify_takes_the_optimizer_along(make):
+def test_the_optimizer_follows_densify(make):
     model = nn.Sequential(
         bs.nn.Linear(40, 48, density=0.5, block_size=8, activation="relu"),
         nn.Unflatten(1, (48, 1)),
@@ -463,7 +463,7 @@ def test_weights_of_a_layer_become_sparser_by_name():
     assert (sparser.weight_ih_l0.layout.density, sparser.weight_hh_l0.layout.density) == (0.5, 0.25)
 
 
-def test_densify_gives_the_conv1d_of_transformers_back():
+def test_densify_returns_the_conv1d_of_transformers():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.Sequential(conv1d(64, 64))
     sparse = bs.sparsify(model, 0.5, block_size=8, force=True)
@@ -481,7 +481,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_who_asks_whether_a_module_is_there_does_not_stop_what_waits_for_it():
+def test_find_spec_does_not_stop_import_hooks():
     code = """
 import importlib.util, torch, blocksparse as bs
 assert importlib.util.find_spec("torch.utils.flop_counter")
@@ -495,7 +495,7 @@ print(counter.get_total_flops())
 
 
 @pytest.mark.full
-def test_the_same_for_transformers():
+def test_find_spec_does_not_stop_the_import_hook_for_transformers():
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     code = """

@@ -120,7 +120,7 @@ class Packed(nn.Module):
     ],
     ids=["projection", "multiplicative", "no-module"],
 )
-def test_what_cannot_be_exported_is_said(model, message, tmp_path):
+def test_models_that_cannot_be_exported(model, message, tmp_path):
     with pytest.raises(bs.BlockSparseError, match=message):
         bs.export_onnx(model(), torch.randn(2, 3, 16), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
@@ -139,7 +139,7 @@ def test_a_packed_sequence_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_without_the_packages_the_message_says_what_to_install(missing, monkeypatch, tmp_path):
+def test_the_error_without_the_packages_says_what_to_install(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(bs.BlockSparseError, match=f"ONNX files need {missing}: pip install onnx onnxscript"):
         bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx")

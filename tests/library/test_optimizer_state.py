@@ -83,7 +83,7 @@ def test_new_blocks_with_other_gradients_do_not_move_too_far(make, ratio):
         assert moves(layer, optimizer)[new].max() <= 1.3
 
 
-def test_new_blocks_beside_dead_ones_do_not_move_too_far():
+def test_new_blocks_next_to_dead_ones_do_not_move_too_far():
     torch.manual_seed(0)
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[:, :4] = True  # the inputs of these blocks are 0
@@ -132,7 +132,7 @@ def test_training_resumed_between_a_change_and_the_next_step_ends_with_the_same_
 
 
 @pytest.mark.parametrize("way", ["sparsify", "densify", "finish"])
-def test_an_optimizer_that_is_forgotten_in_place_trains_the_new_weights(way):
+def test_an_optimizer_that_is_not_passed_trains_the_new_weights(way):
     torch.manual_seed(0)
     layer = bs.nn.Linear(48, 48, density=0.5, block_size=8) if way == "densify" else nn.Linear(48, 48)
     model = nn.Sequential(layer)
@@ -476,7 +476,7 @@ def test_a_state_that_cannot_follow_is_refused_at_the_first_step():
             method.step()
 
 
-def test_weights_that_stay_dense_for_a_reason_that_nobody_knows_of_are_named():
+def test_weights_that_stay_dense_unexpectedly_are_named():
     class Mine(nn.Linear):
         pass
 

@@ -1,4 +1,4 @@
-"""What takes its parametrizations off a model leaves those of the model's copies."""
+"""Methods that remove their parametrizations from a model leave those of its copies."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Whole models made block-sparse and dense again: which blocks, when, what is told, and that they compute the same."""
+"""sparsify and densify of whole models: the blocks, the warnings, and equal results."""
 
 import copy
 import pickle
@@ -79,7 +79,7 @@ def lamp(folded):
     return torch.stack([one / squares[squares >= one].sum() for one in squares.flatten()]).view_as(squares)
 
 
-def test_lamp_knows_no_scale():
+def test_lamp_scores_do_not_depend_on_scale():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     small = copy.deepcopy(model)
@@ -127,10 +127,10 @@ def test_a_trained_weight_keeps_what_it_needs(speeds):
     with pytest.warns(bs.SparsityWarning, match=r"the density is 0\.5, not 0\.25\n  0.weight: needs 50% of"):
         half = bs.sparsify(trained(0.5), 0.25)
     assert [layout.density for layout in layouts_of(half).values()] == [0.5, 0.5]
-    with pytest.warns(bs.SparsityWarning) as told:
+    with pytest.warns(bs.SparsityWarning) as caught:
         most = bs.sparsify(trained(0.75), 0.25)
     assert not layouts_of(most)
-    head, first, _, last, page = str(told[0].message).splitlines()
+    head, first, _, last, page = str(caught[0].message).splitlines()
     assert head == "sparsify: nothing became block-sparse"
     assert first.startswith(
         "  0.weight: 0.8 times as fast block-sparse (density 0.75, blocks of 32 x 32, 64 tokens); it"
@@ -143,7 +143,7 @@ def test_a_trained_weight_keeps_what_it_needs(speeds):
         assert sum(layout.nnz for layout in found.values()) == 64
 
 
-def test_no_row_loses_much(speeds):
+def test_each_row_keeps_its_squared_norm(speeds):
     speeds(lambda layer: 2)
     torch.manual_seed(1)
     model = mlp(512, 256)
@@ -160,14 +160,14 @@ def test_no_row_loses_much(speeds):
 @pytest.mark.parametrize(
     "make", [lambda: mlp(512, 256), lambda: nn.Sequential(nn.Conv2d(128, 128, 3)), lambda: nn.LSTM(96, 64)]
 )
-def test_numbers_as_they_were_drawn_have_nothing_to_lose(make, speeds):
+def test_untrained_weights_get_the_density(make, speeds):
     speeds(lambda layer: 2)
     sparse = bs.sparsify(make(), 0.25)
     layouts = [module.layout for module in sparse.modules() if isinstance(module, BlockSparseModule)]
     assert 0.2 < sum(x.nnz for x in layouts) / sum(x.grid[0] * x.grid[1] for x in layouts) < 0.3
 
 
-def test_blocks_of_convolutions_compete_by_number():
+def test_blocks_of_convolutions_compete_per_parameter():
     model = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Conv2d(16, 16, 5, bias=False)])
     with torch.no_grad():
         model[0].weight.fill_(0.2)
@@ -232,8 +232,8 @@ def test_report_counts(speeds):
         }
     )
     sparse = bs.sparsify(model, {"linear.weight": 0.5}, 16, force=True)
-    told = bs.report(sparse, tokens=5)
-    rows = {row.name: row for row in told.rows}
+    report = bs.report(sparse, tokens=5)
+    rows = {row.name: row for row in report.rows}
     assert list(rows) == [
         "embedding.weight", "linear.weight", "conv.weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"
     ]  # fmt: skip
@@ -246,13 +246,13 @@ def test_report_counts(speeds):
     assert rows["conv.weight"].shape == (64, 16, 3, 3)
     assert rows["conv.weight"].note == "2 groups"
     assert (rows["lstm.weight_hh_l0"].kind, rows["lstm.weight_hh_l0"].shape) == ("LSTM", (96, 24))
-    totals = told.totals
+    totals = report.totals
     assert totals["parameters"] == sum(parameter.numel() for parameter in sparse.parameters())
-    assert totals["dense_parameters"] - told.other_parameters == 400 + 800 + 64 * 16 * 9 + 128 * 20 + 96 * 24
-    assert told.as_dict()["totals"] == totals
-    lines = str(told).splitlines()
+    assert totals["dense_parameters"] - report.other_parameters == 400 + 800 + 64 * 16 * 9 + 128 * 20 + 96 * 24
+    assert report.as_dict()["totals"] == totals
+    lines = str(report).splitlines()
     assert "linear.weight" in next(line for line in lines if "20x40" in line)
-    assert "2 groups" in str(told)
+    assert "2 groups" in str(report)
     assert "if it were dense" in lines[-1]
     assert f"{totals['dense_parameters'] / 1000:.3g}k" in lines[-1]
 
@@ -303,7 +303,7 @@ def test_densify(name):
     close(model(x), expected)
 
 
-def test_densify_gives_the_masked_model_back():
+def test_densify_returns_the_masked_model():
     model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 10)).double()
     sparse = bs.sparsify(model, 0.5, 16, force=True)
     expected = masked(model, layouts_of(sparse))
@@ -376,7 +376,7 @@ def test_export(sparse):
 # -- mistakes ----------------------------------------------------------------------------------------------------
 
 
-def test_states_that_do_not_fit(sparse):
+def test_states_that_do_not_fit_are_refused(sparse):
     state = sparse.state_dict()
     other = next(key for key in state if key.endswith("bias"))  # what is loaded as usual
     for wrong, message in (

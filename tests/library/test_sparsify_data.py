@@ -24,7 +24,7 @@ def seeded(one_thread):
 
 
 def correlated(*shape, rank=5):
-    """Of the last axis, or of images' channels; float64."""
+    """Return the inputs of the last axis, or of image channels, in float64."""
     axis = 1 if len(shape) > 3 else -1
     mixing = torch.randn(rank, shape[axis], dtype=torch.float64)
     rest = list(shape)
@@ -100,7 +100,7 @@ def test_data_lower_the_error(make, shape, density):
 @pytest.mark.parametrize("form", ["batch", "batch first", "one", "packed", "packed unsorted"])
 @pytest.mark.parametrize("stateful", [False, True], ids=["", "stateful"])
 @torch.no_grad()
-def test_states_that_reach_an_lstms_weights(form, size, reverse, stateful):
+def test_inputs_of_lstm_weights(form, size, reverse, stateful):
     lstm = nn.LSTM(5, 6, 2, bidirectional=True, proj_size=size, batch_first=form == "batch first").double()
     out, batch = size or 6, () if form == "one" else (3,)
     lengths = [4, 2, 1] if form == "packed" else [1, 4, 2]
@@ -128,7 +128,7 @@ def test_states_that_reach_an_lstms_weights(form, size, reverse, stateful):
 
 @pytest.mark.parametrize("together", [True, False], ids=["self", "cross"])
 @torch.no_grad()
-def test_what_reaches_the_weights_of_attention(together):
+def test_inputs_of_attention_weights(together):
     attention = nn.MultiheadAttention(12, 3, batch_first=True).double()
     x, other = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 4, 12, dtype=torch.float64)
     call = calibrate.Call((x, x, x) if together else (x, other, other))
@@ -155,7 +155,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["attention", "lstm"])
-def test_arguments_by_name_have_no_order(kind):
+def test_keyword_arguments_may_come_in_any_order(kind):
     x = torch.randn(3, 6, 8)
     if kind == "lstm":
         layer, extra = nn.LSTM(8, 8, batch_first=True), {"hx": (torch.randn(1, 3, 8), torch.randn(1, 3, 8))}
@@ -223,7 +223,7 @@ def test_other_layers_are_fitted_too(kind):
 
 
 @torch.no_grad()
-def test_batch_norms_put_out_what_they_did():
+def test_batch_norms_keep_their_outputs():
     x = correlated(60, 4, 6, 6)
     model = trained_norms(x)
     made = bs.sparsify(model, 0.6, data=[x], **SMALL)
@@ -242,7 +242,7 @@ def test_batch_norms_put_out_what_they_did():
     assert not torch.allclose(made.norms[1].running_var, model.norms[1].running_var, rtol=0.01)
 
 
-def test_batch_norms_before_what_is_pruned_stay():
+def test_batch_norms_before_pruned_layers_stay():
     x = correlated(60, 4, 6, 6)
     model = trained_norms(x)
     made = bs.sparsify(model, 0.5, skip=["convs", "head"][:1], data=[x[:5]], **SMALL)
@@ -259,7 +259,7 @@ def problem(rows=300, inputs=48, outputs=16, rank=6):
     return fitting.Problem(weight, x, x @ weight.T, (4, 4), 0.01)
 
 
-def test_many_inputs_get_the_values_that_few_do(monkeypatch):
+def test_the_solver_for_many_inputs_gives_the_same_values(monkeypatch):
     exact, wide = problem(), None
     mask = torch.rand(4, 12) < 0.4
     expected = exact.values(mask)
@@ -325,7 +325,7 @@ def test_batches_are_kept_up_to_a_bound(monkeypatch):
     assert len(calibrate.collect_batches(endless())) == 2
 
 
-def test_later_batches_are_left_out_when_there_are_rows_enough(monkeypatch):
+def test_later_batches_are_skipped_after_enough_rows(monkeypatch):
     monkeypatch.setattr(passes, "MAX_ROWS", 50)
     model = mlp()
     found = {name: products(model[int(name)], prunable(model[int(name)], 4)) for name in "024"}
@@ -373,7 +373,7 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_changes():
     assert same(model, state)
 
 
-def test_layouts_that_are_given_are_kept():
+def test_given_layouts_are_used():
     layer, x = nn.Linear(24, 16).double(), correlated(60, 24)
     layout = bs.patterns.random((16, 24), block_size=4, density=0.5, seed=0)
     made = bs.sparsify(layer, layouts={"weight": layout}, data=[x], force=True)

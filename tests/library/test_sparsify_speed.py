@@ -1,4 +1,4 @@
-"""Which weights of a model become block-sparse: by their speed, on the user's inputs; what is told of others."""
+"""sparsify keeps layers dense that are not faster, timed on the user's inputs, and reports them."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("any_backend")
 # -- speed decides -----------------------------------------------------------------------------------------------
 
 
-def test_what_would_be_slower_stays_dense_and_is_told(speeds):
+def test_slower_layers_stay_dense_and_are_reported(speeds):
     calls = speeds(lambda layer: 0.5 if layer.out_features == 48 else 3)
     model = mlp(64, 128, 48, 64)
     with pytest.warns(
@@ -29,12 +29,12 @@ def test_what_would_be_slower_stays_dense_and_is_told(speeds):
     assert [type(sparse[at]) for at in (0, 2, 4)] == [bs.nn.Linear, nn.Linear, bs.nn.Linear]
     assert torch.equal(sparse[2].weight, model[2].weight), "and is not pruned"
     assert sum(sparse[at].layout.nnz for at in (0, 4)) == round(0.25 * (32 + 12)), "the density is that of the others"
-    told = bs.report(sparse)
-    assert told.dense["2.weight"].startswith("0.5 times as fast block-sparse (density 0.")
-    assert told.dense["2.weight"].endswith(", blocks of 16 x 16, 64 tokens)")
-    assert [row.speed_up for row in told.rows] == [3, None, 3]
+    report = bs.report(sparse)
+    assert report.dense["2.weight"].startswith("0.5 times as fast block-sparse (density 0.")
+    assert report.dense["2.weight"].endswith(", blocks of 16 x 16, 64 tokens)")
+    assert [row.speed_up for row in report.rows] == [3, None, 3]
     assert all(layer.__class__ is bs.nn.Linear for layer, _ in calls)
-    assert bs.report(pickle.loads(pickle.dumps(copy.deepcopy(sparse)))).dense == told.dense
+    assert bs.report(pickle.loads(pickle.dumps(copy.deepcopy(sparse)))).dense == report.dense
 
 
 def test_force_measures_nothing(speeds):
@@ -71,9 +71,9 @@ def test_measuring_all_kinds_of_layers(dtype, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bs.SparsityWarning)  # what is slow differs from machine to machine
         bs.sparsify(model, 0.5, 16, tokens=4, scope="layer")
-    told = bs.report(bs.sparsify(model, 0.5, 16, tokens=4, force=True, scope="layer"), tokens=4)
-    assert len(told.rows) == 6
-    assert all(row.speed_up > 0 for row in told.rows)
+    report = bs.report(bs.sparsify(model, 0.5, 16, tokens=4, force=True, scope="layer"), tokens=4)
+    assert len(report.rows) == 6
+    assert all(row.speed_up > 0 for row in report.rows)
 
 
 # -- on the user's inputs ----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Tagger(nn.Module):
 
 
 @pytest.mark.parametrize("example", ["tensor", "tuple", "list", "dict"])
-def test_modules_are_timed_on_what_they_get_from_the_example(example, speeds):
+def test_modules_are_timed_on_their_inputs_in_the_example(example, speeds):
     measured = speeds(lambda module: 2)
     x = torch.randn(3, 5, 32)
     given = {"tensor": x, "tuple": (x, 0.5), "list": [x], "dict": {"scale": 2.0, "x": x}}[example]
@@ -112,9 +112,9 @@ def test_modules_are_timed_on_what_they_get_from_the_example(example, speeds):
     assert model.calls == 0
     assert model.training
     assert not model.head._forward_pre_hooks
-    told = bs.report(sparse, example=given)
-    assert told.speed_up == 2
-    assert [row.speed_up for row in told.rows] == [2, 2, 2]
+    report = bs.report(sparse, example=given)
+    assert report.speed_up == 2
+    assert [row.speed_up for row in report.rows] == [2, 2, 2]
     assert isinstance(measured[-1][0], Tagger)
     assert bs.report(sparse).speed_up is None
 
@@ -160,7 +160,7 @@ def test_a_little_faster_is_not_faster(speeds):
 
 
 @pytest.mark.parametrize("example", [torch.randn(3, 7), (), {"y": 1}, [None]], ids=["size", "none", "name", "kind"])
-def test_an_example_that_the_model_does_not_take(example):
+def test_an_example_that_the_model_does_not_accept(example):
     model = mlp(64, 64)
     with pytest.raises(bs.BlockSparseError, match=r"example: expected arguments that the model accepts, got .*Error: "):
         bs.sparsify(model, 0.5, 16, example=example, inplace=True)
@@ -169,16 +169,16 @@ def test_an_example_that_the_model_does_not_take(example):
         bs.report(bs.sparsify(model, 0.5, 16, force=True), example=example)
 
 
-# -- what is told ------------------------------------------------------------------------------------------------
+# -- warnings ------------------------------------------------------------------------------------------------
 
 
-def test_few_lines_say_what_stayed_dense(speeds):
+def test_the_warning_is_short(speeds):
     speeds(lambda layer: 0.5)
-    with pytest.warns(bs.SparsityWarning) as told:
+    with pytest.warns(bs.SparsityWarning) as caught:
         bs.sparsify(mlp(*[64] * 11), 0.5, 16)
-    assert len(told) == 1
-    assert told[0].filename == __file__
-    lines = str(told[0].message).splitlines()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    lines = str(caught[0].message).splitlines()
     assert lines[0] == "sparsify: nothing became block-sparse"
     assert lines[1].startswith("  0.weight: 0.5 times as fast")
     assert len(lines) == 9
@@ -212,7 +212,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad):
     assert type(model[0]) is nn.Linear
 
 
-def test_blocks_too_large_for_the_density_are_told():
+def test_blocks_too_large_for_the_density_are_reported():
     with pytest.warns(bs.SparsityWarning, match=r"the density is 1, not 0.25\n .*smaller block_size"):
         bs.sparsify(nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), 0.25, 32, scope="layer", force=True)
 
@@ -227,7 +227,7 @@ def test_blocks_too_large_for_the_density_are_told():
     ],
     ids=str,
 )
-def test_skip_takes_patterns(skip, dense):
+def test_skip_accepts_patterns(skip, dense):
     model = nn.ModuleDict({"encoder": mlp(64, 64, 64), "head": nn.Sequential(nn.Linear(64, 64))})
     sparse = bs.sparsify(model, 0.5, 16, skip=skip, force=True)
     assert [name for name, module in sparse.named_modules() if type(module) is nn.Linear] == dense
@@ -240,14 +240,14 @@ def test_a_report_fits_into_columns(width, speeds):
     speeds(lambda layer: 123.4)
     name = "bert_encoder_layer_attention_output_dense_projection_of_many_words"
     model = nn.ModuleDict({name: nn.Linear(4096, 4096), "conv": nn.Conv2d(512, 512, 3, groups=2)})
-    told = bs.report(bs.sparsify(model, 0.5, force=True))
-    text = told.table(width)
+    report = bs.report(bs.sparsify(model, 0.5, force=True))
+    text = report.table(width)
     assert max(map(len, text.splitlines())) <= width
     assert name[:14] in text
     assert "2 groups" in text
 
 
-def test_what_is_undecided_is_measured_again_by_the_least_times(monkeypatch):
+def test_an_undecided_timing_is_repeated_with_the_shortest_times(monkeypatch):
     calls = []
 
     def alternate(named, rounds, budget, clock):
@@ -263,7 +263,7 @@ def test_what_is_undecided_is_measured_again_by_the_least_times(monkeypatch):
     assert measured.is_busy
 
 
-def test_blocks_that_are_larger_than_the_weight_are_told():
+def test_blocks_larger_than_the_weight_are_reported():
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
     with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters, 160 when dense"):
         bs.sparsify(model, 0.25, force=True)

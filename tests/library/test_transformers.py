@@ -92,7 +92,7 @@ print(torch.arange(9)[None].shape, sum(isinstance(m, blocksparse.nn.Linear) for 
 
 
 @pytest.mark.full
-def test_without_us_it_is_loud(tmp_path):
+def test_loading_without_blocksparse_fails(tmp_path):
     sparse().save_pretrained(tmp_path)
     code = f"import transformers; transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -112,7 +112,7 @@ def test_other_heads_and_dtypes(tmp_path):
     assert layouts(half.float()) == layouts(model)
 
 
-def test_what_is_saved_is_what_the_model_is_by_then(tmp_path):
+def test_the_current_layouts_are_saved(tmp_path):
     """Layouts that have changed, a densified model, one loaded and sparsified further."""
     model = sparse()
     layer = model.bert.encoder.layer[0].output.dense
@@ -167,7 +167,7 @@ NAME = "bert.encoder.layer.0.output.dense.weight"
     ],
     ids=["version", "list", "names", "number", "block", "negative", "blocks", "memory", "padding", "embedding"],
 )
-def test_a_config_from_a_stranger(change, message, tmp_path):
+def test_hostile_configs_are_refused(change, message, tmp_path):
     sparse().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -188,7 +188,7 @@ def test_a_config_from_a_stranger(change, message, tmp_path):
     ],
     ids=["columns", "rows", "missing", "no values", "no bias"],
 )
-def test_indices_from_a_stranger(key, new, message, tmp_path):
+def test_hostile_indices_are_refused(key, new, message, tmp_path):
     sparse().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     state = safetensors.torch.load_file(path)
@@ -201,7 +201,7 @@ def test_indices_from_a_stranger(key, new, message, tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
-def test_load_sparsified_takes_a_file_that_has_tied_weights_once(make, device, tmp_path):
+def test_load_sparsified_accepts_a_file_with_tied_weights_once(make, device, tmp_path):
     model = sparse(make)
     model.save_pretrained(tmp_path)
     state = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -221,7 +221,7 @@ def test_load_sparsified_takes_a_file_that_has_tied_weights_once(make, device, t
     close(again, model)
 
 
-def test_only_models_of_transformers_are_told(monkeypatch):
+def test_only_models_of_transformers_are_attached(monkeypatch):
     assert not hasattr(bs.sparsify(nn.Linear(64, 64), 0.5, force=True), "hf_quantizer")
 
 
