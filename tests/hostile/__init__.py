@@ -1,1 +1,1 @@
-"""Files that are broken by chance or on purpose, and how every reader must treat them."""
+"""Files that are broken by chance or on purpose, and what every reader must do with them."""

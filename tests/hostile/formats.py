@@ -1,6 +1,6 @@
-"""The formats that are read: a small valid set of files of each, its reader, and files that somebody made to do harm.
+"""Formats that readers accept: small valid files, the reader, and malicious files of each.
 
-A reader that comes later joins `FORMATS`.
+A new reader joins `FORMATS`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Format:
 
     Args:
         read: reads the files in a folder.
-        valid: what is in them, by name; the first is the one to be broken.
-        hostile: what may be in the place of the first.
+        valid: content of the files by name; the first one is mutated.
+        hostile: malicious contents of the first file.
     """
 
     read: Callable[[Path], object]
@@ -55,12 +55,12 @@ def idx_bytes(shape: tuple[int, ...], data: bytes, code: int = 8) -> bytes:
 
 
 def corrupt(packed: bytes) -> bytes:
-    """A gzip file whose first block is of a kind that is not there."""
+    """Give a gzip file a first block of an unknown kind."""
     return packed[:10] + b"\xff" + packed[11:]
 
 
 def bomb(start: bytes = b"", size: int = 4 * MIB, of: bytes = b"0") -> bytes:
-    """Gzip of a start followed by `size` more bytes."""
+    """Gzip a start followed by `size` more bytes."""
     packer = zlib.compressobj(9, wbits=31)
     parts = [packer.compress(start)]
     parts += [packer.compress(of * (MIB // len(of))) for _ in range(size // MIB)]
@@ -149,7 +149,7 @@ PICKLES = {
 
 
 def array_pickle(shape: tuple[int, ...], dtype: str, data: bytes, order: str = "<") -> bytes:
-    """An array as Python 2 wrote it, whose parts need not fit."""
+    """Pickle an array as Python 2 did, with parts that need not fit."""
     shape_part = b"(" + b"".join(b"\x8a\x09" + n.to_bytes(9, "little", signed=True) for n in shape) + b"t"
     dtype_part = b"cnumpy\ndtype\nU" + bytes([len(dtype)]) + dtype.encode() + b"K\x00K\x01\x87R"
     dtype_part += b"(K\x03U\x01" + order.encode() + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
@@ -187,7 +187,7 @@ CIFAR10 |= {
 
 
 def csr(indptr: bytes, indices: bytes, shape: tuple[int, int], data: bytes) -> bytes:
-    """A sparse matrix as scipy's pickles have it; the indices are int32, the numbers float32."""
+    """Pickle a sparse matrix as scipy does; the indices are int32, the values float32."""
     parts = {"indptr": (indptr, "i4"), "indices": (indices, "i4"), "data": (data, "f4")}
     made = b"\x80\x02cscipy.sparse.csr\ncsr_matrix\n)\x81}("
     made += b"U\x06_shape" + b"".join(b"\x8a\x09" + n.to_bytes(9, "little", signed=True) for n in shape) + b"\x86"
@@ -293,7 +293,7 @@ TILES = {
 
 
 def _read_tiles(folder: Path) -> object:
-    """Reads the tiles, and chooses one for a work: what was read has to do for that."""
+    """Read the tiles and choose one for a work, which must succeed with any tiles that were read."""
     return tiles.fit(tiles.nearest(WORK, tiles.read(folder / "tiles.json")) or tiles.rule(WORK, GPU), WORK, GPU)
 
 
@@ -317,7 +317,7 @@ def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **more: o
 
 
 def lying(size: int) -> bytes:
-    """A tar whose only member says that it has more than there is."""
+    """Make a tar whose only member claims more bytes than there are."""
     info, _ = entry("a")
     info.size = size
     return gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
@@ -385,9 +385,9 @@ def _unpack(name: str) -> Callable[[Path], object]:
         try:
             files.unpack(folder / name, target)
         except OSError:
-            return  # as its docstring says; `download.fetch` tells of it
+            return  # as documented; `download.fetch` reports it
         finally:
-            # Nothing may be added to what was there before.
+            # Nothing may appear next to the existing files.
             beside = {path.name for path in folder.iterdir()} - {name, "unpacked"}
             if beside or any(path.is_symlink() for path in target.rglob("*")):
                 raise RuntimeError(f"unpacked to {beside or 'a link'}")

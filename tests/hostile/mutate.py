@@ -1,7 +1,7 @@
-"""Reads broken files until one does harm: `python tests/hostile/mutate.py --cases 10000 --seed 1`.
+"""Read broken files until one does harm: `python tests/hostile/mutate.py --cases 10000 --seed 1`.
 
-A file either loads or raises a BlockSparseError, in little time and memory. Whatever else comes ends the run with an
-exit status that is not 0, and what was read is left in the folder.
+A file must load or raise a BlockSparseError, in little time and memory. Any other outcome ends the run with a nonzero
+exit status and leaves the file in the folder.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from blocksparse import BlockSparseError, files
 from blocksparse_lab.data import pickles
 from hostile.formats import FORMATS, MIB, Format
 
-# Of one file: seconds, and bytes of memory beyond what is there at the start.
+# Limits per file: seconds, and bytes of memory beyond the initial ones.
 MAX_SECONDS = 60
 MAX_MEMORY = 400 * MIB
-# Bounds that are lower here than they are for a user, to be met in little time.
+# Bounds that are lowered here, so that they are reached quickly.
 MAX_UNPACKED = str(1 / 1024)
 LOWER = ((files, "MAX_IN_A_LINE", MIB), (files, "MAX_EMPTY", 10_000), (pickles, "MAX_STEPS", 1 << 17))
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """The file with one to four changes: of bits, bytes, lengths, order; cut short, or with a part of it twice."""
+    """Make one to four changes of a file: bits, bytes, lengths, order, truncation, repetition."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(found) + 1) if rng.random() < 0.5 else rng.randrange(min(len(found), 64) + 1)
@@ -51,7 +51,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
                 del found[at : rng.choice((end, len(found)))]
             case 3:
                 found[at:at] = found[at:end] * rng.choice((1, 2, 1000))
-            case 4:  # what may be a length or an index
+            case 4:  # may be a length or an index
                 size = rng.choice((1, 2, 4, 8))
                 number = rng.choice((0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1))
                 found[at : at + size] = (number % 256**size).to_bytes(size, rng.choice(("little", "big")))
@@ -65,7 +65,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def cases(seed: int) -> Iterator[tuple[Format, bytes]]:
-    """First the files that are hostile on purpose, then changed ones of each format in turn, without an end."""
+    """Yield all malicious files, then mutated files of each format in turn, without end."""
     for form in FORMATS:
         yield form, form.valid[form.name]
         for made in form.hostile.values():
@@ -74,17 +74,17 @@ def cases(seed: int) -> Iterator[tuple[Format, bytes]]:
     while True:
         for form in FORMATS:
             data = form.valid[form.name]
-            if data[:2] == b"\x1f\x8b" and rng.random() < 0.7:  # past its sum
+            if data[:2] == b"\x1f\x8b" and rng.random() < 0.7:  # behind the checksum
                 yield form, gzip.compress(mutated(gzip.decompress(data), rng), mtime=0)
             else:
                 yield form, mutated(data, rng)
 
 
 def run(form: Format, content: bytes, folder: Path) -> bool:
-    """Whether it loads.
+    """Return whether the file loads.
 
     Raises:
-        Exception: whatever a reader raises but BlockSparseError.
+        Exception: whatever a reader raises except BlockSparseError.
     """
     for name, data in form.valid.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,22 +97,22 @@ def run(form: Format, content: bytes, folder: Path) -> bool:
 
 
 def on_purpose() -> int:
-    """The files that are not drawn at random."""
+    """Return the number of files that are not mutated at random."""
     return sum(1 + len(form.hostile) for form in FORMATS)
 
 
 def _memory() -> int:
-    """The most bytes of memory so far."""
-    with suppress(OSError):  # of Linux; what the other call says of a process begins with its parent's there
+    """Return the peak memory in bytes."""
+    with suppress(OSError):  # on Linux, where the other call includes the parent's memory
         return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder: Path | None = None) -> str:
-    """Reads the hostile files and some changed ones, until a number or a time is reached; runs in its own process.
+    """Read the malicious and some mutated files up to a number or a time, in a process of its own.
 
     Raises:
-        RuntimeError: a file took too much memory, or raised anything but a BlockSparseError.
+        RuntimeError: a file needed too much memory, or raised anything but a BlockSparseError.
     """
     warnings.simplefilter("error")
     os.environ["BLOCKSPARSE_MAX_UNPACKED"] = MAX_UNPACKED

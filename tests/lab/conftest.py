@@ -8,6 +8,6 @@ from processes import CONTEXT
 
 @pytest.fixture(params=["forked", pytest.param("spawned", marks=pytest.mark.full)])
 def at_work(request, monkeypatch):
-    """The queue's processes are forked with PyTorch imported; or as users have them, which takes seconds for each."""
+    """Fork the queue's processes with PyTorch imported; or spawn them as users do, which takes seconds each."""
     if request.param == "forked":
         monkeypatch.setattr(queue, "get_context", lambda method: CONTEXT)

@@ -1,4 +1,4 @@
-"""What tests of experiments share: the command on a tiny one."""
+"""The experiment command on a tiny experiment, shared by tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def command(tmp_path, *arguments):
-    """Runs "tiny"; gives what was said, the results and the Markdown."""
+    """Run "tiny"; return the output, the results and the Markdown."""
     folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, ["experiment", "tiny", *folders, *arguments])
     assert done.exit_code == 0, done.output

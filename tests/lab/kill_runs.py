@@ -1,14 +1,13 @@
-"""Kills training runs at random moments, again and again until they end: each is to end with the same tensors.
+"""Kill training runs at random moments until they end: each must end with the same tensors as an undisturbed run.
 
     python tests/lab/kill_runs.py --kills 100 --seed 0 --log docs/development/kills.md
 
-Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
-being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
+Each run is tiny and saves after each step, on a disk that is made slow, so that many kills hit a file being written. A
+run is a process of its own, forked after all imports, and gets SIGKILL, SIGINT or SIGTERM.
 
     python tests/lab/kill_runs.py --processes 2 --kills 20 --log kills.md
 
-trains with torchrun instead, which starts all processes again after one of them, any one, gets SIGKILL; with `--shard`
-under FSDP2.
+trains with torchrun instead, which restarts all processes after a random one got SIGKILL; with `--shard` under FSDP2.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ KINDS = {name: RECIPES[name].build for name in ("charlm", "mlp", "resnet", "pixe
 
 
 def begun(kind: str, run: Path) -> int:
-    """The process that trains in the folder."""
+    """Start the process that trains in the folder."""
     if (process := os.fork()) > 0:
         return process
     code = 1
@@ -72,7 +71,7 @@ def begun(kind: str, run: Path) -> int:
 
 
 def worker(kind: str, run: Path, shard: bool) -> None:
-    """One process of torchrun: trains, and says which one it is."""
+    """Train as one process of torchrun, and record its process id."""
     for name in ("fsync", "replace"):
         setattr(os, name, slowly(getattr(os, name)))
     with Parallel(timeout=20).join(), torch.random.fork_rng(devices=[]):
@@ -82,7 +81,7 @@ def worker(kind: str, run: Path, shard: bool) -> None:
 
 
 def launched(kind: str, run: Path, processes: int, restarts: int, shard: bool) -> subprocess.Popen:
-    """The torchrun of a run."""
+    """Start torchrun for a run."""
     for old in run.parent.glob(f"{run.name}.[0-9]*"):
         old.unlink()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -92,7 +91,7 @@ def launched(kind: str, run: Path, processes: int, restarts: int, shard: bool) -
 
 
 def pids(run: Path, processes: int) -> list[int]:
-    """Those of the processes that train; [] before all do."""
+    """Return the process ids of all ranks; [] until all are recorded."""
     files = [run.parent / f"{run.name}.{rank}" for rank in range(processes)]
     texts = [file.read_text() for file in files if file.is_file()]
     return [int(text) for text in texts] if len(texts) == processes and all(texts) else []
@@ -101,17 +100,17 @@ def pids(run: Path, processes: int) -> list[int]:
 def killed_by_torchrun(
     kind: str, kills: int, run: Path, processes: int, shard: bool, seconds: float, rng
 ) -> Counter[str]:
-    """Trains to the end, while random processes are killed; torchrun starts all again each time.
+    """Train to the end while random processes are killed; torchrun restarts all each time.
 
     Raises:
-        RuntimeError: it ended by itself with an error.
+        RuntimeError: the run ended by itself with an error.
     """
     count: Counter[str] = Counter(runs=1)
     launch = launched(kind, run, processes, kills, shard)
     before: set[int] = set()
     while launch.poll() is None:
         now = pids(run, processes)
-        # All begin again after a kill.
+        # All ranks restart after a kill.
         if count["kills"] < kills and now and not before & set(now):
             time.sleep(rng.uniform(0, 0.8 * seconds))
             with suppress(ProcessLookupError):
@@ -125,7 +124,7 @@ def killed_by_torchrun(
 
 
 def campaign_of_torchrun(kinds: list[str], kills: int, seed: int, processes: int, shard: bool, folder: Path):
-    """(kind, signal) by counts, as `campaign`."""
+    """Return counts by kind and signal, like `campaign`."""
     rng, found = random.Random(seed), {}
     for nth, kind in enumerate(kinds):
         whole = folder / kind
@@ -159,7 +158,7 @@ def slowly(call):
 
 
 def ended(process: int) -> int:
-    """The exit status; negative for a signal."""
+    """Return the exit status; negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -176,15 +175,15 @@ def same(run: Path, other: Path) -> bool:
 
 
 def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: random.Random) -> tuple[int, int]:
-    """Trains to the end with at most `wanted` kills; returns how many hit, and how many of them during a write.
+    """Train to the end with at most `wanted` kills; return how many hit, and how many of them during a write.
 
     Raises:
-        RuntimeError: it ended by itself with an error.
+        RuntimeError: the run ended by itself with an error.
     """
     hits = writing = 0
     while hits < wanted:
         process = begun(kind, run)
-        # Some during the start of a process; most in a step, or in the writing after it.
+        # Some kills hit a process's start; most hit a step or the writing after it.
         time.sleep(rng.uniform(0, seconds / 2))
         os.kill(process, number)
         status = ended(process)
@@ -201,9 +200,9 @@ def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: 
 
 
 def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
-    """(kind, signal) by (kills, of them in a writing, runs, kills of runs that ended with the same tensors)."""
+    """Return (kills, kills during a write, runs, kills of runs with the same tensors) by kind and signal."""
     rng, found = random.Random(seed), {}
-    KINDS["charlm"](folder / "first").train()  # imports take seconds, which no run should spend
+    KINDS["charlm"](folder / "first").train()  # no run should spend seconds on imports
     cells = [(kind, number) for kind in kinds for number in SIGNALS]
     share = {cell: kills // len(cells) + (nth < kills % len(cells)) for nth, cell in enumerate(cells)}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""The training task of byte-level language models: streams, evaluation, samples, checkpoints."""
+"""Byte-level language models: streams, evaluation, samples, checkpoints."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def corpus(length=4000, seq=16):
 
 
 class Echo(torch.nn.Module):
-    """Sums the bytes it has read in its state, and scores byte b + 1 after b by a learned number."""
+    """A model whose state sums the bytes read; it scores byte b + 1 after b by a learned number."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def counting(length, held_out=300):
 
 
 def test_streams_read_all_of_the_text_in_order_and_begin_again():
-    # 101 bytes are 10 chunks of 10 with the byte after them; 3 streams begin at chunks 0, 3 and 6.
+    # 101 bytes are 10 chunks of 10 with the byte after them; 3 streams start at chunks 0, 3 and 6.
     task = CharLMTask(Echo(), counting(101), batch=3, seq=10)
     for step in range(12):
         chunk, begins = task.inputs(step)
@@ -132,7 +132,7 @@ def test_evaluation_is_in_streams_that_depend_on_the_text_alone(monkeypatch):
     model, parts = CharLM(CONFIG), corpus(20_000)
     few, many = CharLMTask(model, parts, 1, 8), CharLMTask(model, parts, 8, 64)
     with torch.no_grad():
-        many.loss(0)  # the state of the training has nothing to do with it
+        many.loss(0)  # must not affect an evaluation
         assert few.evaluate(model) == many.evaluate(model)
         part = CharLMTask(model, parts, 4, 16, evaluated=100)
         assert part.evaluate(model) == pytest.approx(
@@ -167,7 +167,7 @@ def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
         assert CharLMTask(model, corpus(), 4, 16).evaluate(model) == result["held_out"]
 
 
-@pytest.mark.parametrize(("layouts", "count"), [("shared", 2), ("separate", 4)])  # one is that of the four gates
+@pytest.mark.parametrize(("layouts", "count"), [("shared", 2), ("separate", 4)])  # one more layout for the four gates
 def test_internal_steps_share_blocks_or_have_their_own(layouts, count):
     model = CharLM(replace(CONFIG, **SMALL_WORLD, width=64, layers=2, layouts=layouts))
     assert len({module.layout for module in model.modules() if hasattr(module, "layout")}) == count

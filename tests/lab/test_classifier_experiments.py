@@ -24,7 +24,7 @@ from test_data_tables import write_madelon, write_points
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """Three nets on rows around a point of each of two classes."""
+    """An experiment on three nets, with rows around a point of each of two classes."""
     recipe = MLPSettings(hidden=(20, 20), epsilon=3, batch=16)
     experiment = ClassifierExperiment(
         about="Three tiny nets",
@@ -91,7 +91,7 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     assert cells(markdown, "rows to test on") == 3 * ["20, a fifth of each class"]
     weights = {name: of[0].config["facts"]["connections"] for name, of in runs.items()}
     assert weights["dense"] == 8 * 20 + 20 * 20 + 20 * 2 > weights["set"] == weights["fixed"]
-    # All figures once more, from the curves.
+    # Compute all figures again from the curves.
     errors = {name: np.array([[e["held_out"] for e in run.evaluations] for run in of]) for name, of in runs.items()}
     assert {name: of.shape for name, of in errors.items()} == {"dense": (2, 2), "fixed": (2, 3), "set": (2, 3)}
     for title, figure in (
@@ -108,7 +108,7 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     ] == [cell.replace("-0.00", "+0.00") for cell in told]
     for run in (run for of in runs.values() for run in of):
         seconds = np.diff([0, *(e["seconds"] for e in run.evaluations)])
-        rounding = 1e-4 * run.seconds  # a report keeps five figures of the times of its curve
+        rounding = 1e-4 * run.seconds  # a report keeps five digits of the curve's times
         assert run.config["facts"]["seconds_per_epoch"] == pytest.approx(np.median(seconds), abs=rounding)
         assert run.seconds == pytest.approx(seconds.sum(), abs=rounding)
 
@@ -135,7 +135,7 @@ def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue,
     assert [name for name, of in runs.items() if of] == ["dense", "set"]
     left_out = re.search(r"\| wild-0 \| step \d+: expected a finite loss and gradient, got [^.]*\|", markdown)
     assert left_out
-    # A report that another folder's runs are added to, or that is written again, still says so.
+    # A report that is extended or written again keeps this note.
     for run in (tmp_path / "runs" / "tiny").iterdir():
         run.rename(tmp_path / f"elsewhere-{run.name}")
     for more in (["--only", "set", "--add"], ["--only", "set", "--only", "dense"]):

@@ -1,4 +1,4 @@
-"""Classifiers whose topology changes while they are trained: batches, figures, and runs that go on bit-exactly."""
+"""Classifiers whose topology changes during training: batches, figures, and bit-exact resumption."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 def table(n=70, classes=3):
-    """Rows around a point of each class."""
+    """Return rows around a point of each class."""
     rng = np.random.default_rng(5)
     points = rng.normal(size=(classes, 20))
     labels = np.arange(n + 30) % classes
@@ -61,7 +61,7 @@ def test_an_epoch_has_each_row_once_in_another_order():
     epochs = [np.concatenate([made.rows_of(step) for step in range(4 * e, 4 * e + 4)]) for e in range(3)]
     assert all(len(set(rows)) == 64 for rows in epochs)
     assert not np.array_equal(epochs[0], epochs[1])
-    # The rows of a step depend on nothing before it.
+    # A step's rows do not depend on previous calls.
     assert np.array_equal(task().rows_of(9), made.rows_of(9))
     assert np.array_equal(made.rows_of(0), epochs[0][:16])
 
@@ -130,7 +130,7 @@ def test_when_the_topology_changes(topology, changes, tmp_path):
 
     made.loss = noting
     train(tmp_path, made, SGD)
-    # SET between the epochs; RigL in every third of the first 18 steps but the last, seen in the step after it.
+    # SET changes between epochs; RigL at every third of the first 18 steps except the last, seen one step later.
     steps = {"set": [0, 4, 8, 12, 16, 20], "fixed": [0], "rigl": [0, 3, 6, 9, 12, 15]}[topology]
     assert [step for step, _ in seen] == steps
     assert len({tuple(layout.nnz for layout in layouts) for _, layouts in seen}) == 1
@@ -167,7 +167,7 @@ def test_new_connections_have_no_momentum_and_survivors_keep_theirs():
     before = {key: (v, m) for key, v, m in state(layer, optimizer, ema)}
     made.before_step(4)
     after = state(layer, optimizer, ema)
-    # A place that was dropped may be drawn again.
+    # A dropped place may be drawn again.
     grown = [(momentum, mean) for key, momentum, mean in after if (momentum, mean) != before.get(key)]
     assert len(grown) == pytest.approx(0.3 * len(after), abs=2)
     assert all(momentum == 0 and mean != 0 for momentum, mean in grown)
@@ -212,7 +212,7 @@ def test_importance_pruning_takes_connections_for_good(tmp_path):
 def test_killed_it_ends_with_the_same_bits(topology, settings, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(whole, task(topology), settings)
-    # In an epoch, at its first step, after a checkpoint that is the end of an epoch (20).
+    # Within an epoch, at its first step, and after the checkpoint at the end of an epoch (20).
     for step in (3, 8, 11, 21):
         made = task(topology)
         take = made.data.take

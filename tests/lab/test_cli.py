@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it ends."""
+"""The command line: output, files, exit status."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`blocksparse train mlp`, as users call it: what it says, where it stops, and how it goes on."""
+"""`blocksparse train mlp`, as users call it: output, interruption, resumption."""
 
 import json
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory):
-    """A csv file with rows around a point of each of three classes."""
+    """Write a csv file with rows around a point of each of three classes."""
     rng = np.random.default_rng(5)
     middle = rng.normal(size=(3, 12))
     rows = [[*(middle[i % 3] + 0.5 * rng.normal(size=12)), "abc"[i % 3]] for i in range(150)]
@@ -61,7 +61,7 @@ def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
     data = Synthetic(features, rows=300, tested=3, classes=tuple("abcdefghij"[:classes]))
     nets = {method: mlp.network(replace(recipe, method=method), data) for method in ("set", "fixed", "rigl")}
     assert nets["set"].sizes == sizes
-    # Fixed sparsity is that of SET's beginning.
+    # "fixed" has SET's initial layouts.
     layouts = [[layer.layout for layer in net.layers] for net in nets.values()]
     assert layouts[0] == layouts[1] == layouts[2]
     facts = mlp.size_of(nets["set"])
@@ -85,7 +85,7 @@ def test_two_of_four_weights_of_each_layer_but_the_last(points, tmp_path):
     train(points, tmp_path / "run", "--method", "2:4")
     with checkpoint.opened(tmp_path / "run" / "last.safetensors") as (tensors, _):
         weight = tensors["model.layers.0.parametrizations.weight.original"]
-    assert (weight != 0).all()  # all of it is trained
+    assert (weight != 0).all()  # all weights are trained
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["facts"]["connections"] == (12 * 40 + 40 * 30) // 2 + 30 * 3
     assert result["parameters"] == 12 * 40 + 40 * 30 + 30 * 3 + 73
@@ -136,7 +136,7 @@ def test_many_neurons(tmp_path):
     assert "70,002 neurons" in out
     assert "synthetic: 8 rows to train on, 2 classes; 2 epochs of 2 steps" in out
     result = json.loads((tmp_path / "result.json").read_text())
-    # About epsilon (n_in + n_out) connections of each layer, and epsilon is 1.
+    # A layer has about epsilon (n_in + n_out) connections, with an epsilon of 1.
     assert result["facts"]["connections"] == pytest.approx(65_536 + 7 * 1116 + 1118, rel=0.02)
 
 
@@ -156,7 +156,7 @@ def test_methods_and_seeds_side_by_side(points, tmp_path):
     tensors = checkpoint.load(tmp_path / "pruned" / "last.safetensors")[0]
     whole = checkpoint.load(tmp_path / "set" / "last.safetensors")[0]
     assert len(tensors["model.layers.0.values"]) < len(whole["model.layers.0.values"])
-    # Two seeds of SET are one group.
+    # Two seeds of SET form one group.
     shown = out[out.index("over seeds") :]
     assert re.search(r"^set\b.* 2 +\d+\.\d+ ± \d", shown, re.MULTILINE)
     ends = {name: content[name]["held_out"] for name in ("set", "set1", "fixed", "fixed1")}
@@ -275,7 +275,7 @@ def test_sizes_as_one_types_them():
 
 
 def test_a_table_of_few_rows_and_many_columns(tmp_path):
-    """72 samples of thousands of genes: the batch is one that there are rows for, and the dense net stays finite."""
+    """A batch fits 72 samples of thousands of genes, and the dense net stays finite."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 72)
     rows = (1000 * rng.normal(size=(72, 7129)) + 500 * labels[:, None]).astype(int)

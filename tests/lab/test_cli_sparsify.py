@@ -143,7 +143,7 @@ def test_code_in_a_folder_is_not_run_whatever_its_config_says(tmp_path, monkeypa
     pytest.importorskip("transformers")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Config: pass\n")
     (tmp_path / "config.json").write_text('{"model_type": "none of theirs", "auto_map": {"AutoConfig": "evil.Config"}}')
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, where nobody told it not to
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks for permission by default
     monkeypatch.setattr("sys.path", [*sys.path])
     assert "expected a model that transformers loads" in error(tmp_path, "--report-only")
     assert not (tmp_path / "run").exists()

@@ -44,7 +44,7 @@ def train(book, out, *more, code=0):
 
 @pytest.fixture(scope="module")
 def trained(book, tmp_path_factory):
-    """Two seeds of a block-sparse model and a dense one, trained for a moment."""
+    """Train two seeds of a block-sparse model and a dense one, for a few steps."""
     folder = tmp_path_factory.mktemp("runs")
     with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
         for seed in (0, 1):
@@ -87,8 +87,8 @@ with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
 
 
 def start(*arguments):
-    """A command in a process of its own."""
-    # Two of them at once: with a thread each they do not wait for each other.
+    """Start a command in a process of its own."""
+    # Two processes with one thread each do not wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, env=environment
@@ -96,7 +96,8 @@ def start(*arguments):
 
 
 def killed_and_whole(folder, arguments, step, bounds):
-    """The logs of a run that is killed with 9 after a step and resumed, and of a whole one; their tensors are equal."""
+    """Return the logs of a run killed with signal 9 and resumed, and of a whole run, after a comparison of their
+    tensors."""
     killed, whole = folder / "killed", folder / "whole"
     uninterrupted, process = (start(*arguments, "--out", out) for out in (whole, killed))
     while not any(line["step"] >= step for line in run_log.read(killed)):

@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine: what is kept, what is refused and how it is said."""
+"""Downloads from a local server: caching, checksums and errors."""
 
 import hashlib
 import http.server
@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server():
-    """Serves `server.files` by their paths, and counts what was asked for in `server.asked`."""
+    """Serve `server.files` by path, and count requests in `server.asked`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

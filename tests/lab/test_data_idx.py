@@ -1,4 +1,4 @@
-"""Images in the idx format: what is read, what is refused."""
+"""Images in the idx format: valid files and errors."""
 
 import gzip
 import struct
@@ -16,7 +16,7 @@ def idx_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def write(folder, packed=True, n=30):
-    """A folder of four small files, and what is in them."""
+    """Write a folder of four small files; return their content."""
     made = {}
     for name in ("train", "t10k"):
         made[name] = torch.randint(256, (n, 28, 28)).byte(), torch.randint(10, (n,)).byte()

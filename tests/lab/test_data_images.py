@@ -1,4 +1,4 @@
-"""Images by name: what is read, in which shape, and what is refused."""
+"""Images by name: shapes and errors."""
 
 import pytest
 import torch

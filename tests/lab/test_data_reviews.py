@@ -1,4 +1,4 @@
-"""Corpora and labelled texts of files at hand: what is read, in which order, and what is refused where."""
+"""Corpora and labelled texts from local files: order of texts, and errors."""
 
 import os
 
@@ -9,7 +9,7 @@ from blocksparse_lab.data import corpora, reviews
 
 
 def write_imdb(folder, per_class=20, unlabelled=12):
-    """A small aclImdb, whose texts tell where they are."""
+    """Write a small aclImdb, whose texts name their place."""
     for part in ("train", "test"):
         for kind, stars in (("neg", 1), ("pos", 9)):
             (folder / "aclImdb" / part / kind).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tables of numbers: what is read of the published formats, and what is refused where."""
+"""Tables of numbers: published formats and errors."""
 
 import gzip
 import os
@@ -18,14 +18,14 @@ rng = np.random.default_rng(0)
 
 
 def batch_bytes(pixels, labels, protocol=2):
-    """A batch as CIFAR-10 has it, or as newer versions of Python and numpy write it."""
+    """Pickle a batch as CIFAR-10 does, or as newer versions of Python and numpy do."""
     made = pickle.dumps({b"batch_label": b"a batch", b"data": pixels, b"labels": labels}, protocol)
-    # Frames count their bytes; protocol 2, that of the published files, has none.
+    # Frames count their bytes; protocol 2, that of the published files, has no frames.
     return made.replace(b"numpy._core", b"numpy.core") if protocol == 2 else made
 
 
 def write_cifar10(folder, n=6, protocol=2):
-    """Six small batches, and what is in them."""
+    """Write six small batches; return their content."""
     folder = folder / "cifar-10-batches-py"
     folder.mkdir()
     made = []
@@ -44,7 +44,7 @@ def write_madelon(folder, train=12, valid=6):
 
 
 def write_points(path):
-    """Writes rows around a point of each of two classes as csv."""
+    """Write rows around a point of each of two classes as csv."""
     rng = np.random.default_rng()
     middle = rng.normal(size=(2, 8))
     rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
@@ -185,7 +185,7 @@ def test_higgs(tmp_path, form):
     data = tables.load("higgs", tmp_path)
     assert (len(data.train), len(data.test), data.features) == (32, 8, 28)
     assert data.train_labels.sum() == 16
-    # Which row is which: by a feature, whose order standardising keeps.
+    # Identify rows by a feature, whose order standardisation keeps.
     order = torch.cat([data.train, data.test])[:, 3].argsort()
     expected = torch.from_numpy(labels)[torch.from_numpy(rows)[:, 3].argsort()]
     assert torch.equal(torch.cat([data.train_labels, data.test_labels])[order], expected)
@@ -309,12 +309,12 @@ def test_synthetic_rows_depend_on_their_number_alone():
     assert not torch.equal(Synthetic(features=50, seed=4).take(np.arange(9))[0], x)
     x, y = Synthetic(features=20_000, rows=100).take(np.arange(100))
     means = torch.stack([x[y == label].mean(0) for label in (0, 1)])
-    assert 0.9 < (means[0] - means[1]).abs().mean() < 1.2  # signs are the same in half of the features
+    assert 0.9 < (means[0] - means[1]).abs().mean() < 1.2  # half of the features have equal signs
     with refused("rows: expected a positive int, got 0"):
         Synthetic(rows=0)
     x, y = Synthetic(features=1000, rows=1000, carriers=10).take(np.arange(1000))
     means = (x[y == 0].mean(0) - x[y == 1].mean(0)).abs()
-    assert 1 <= len(np.flatnonzero(means > 1)) <= 10  # in half of them or so the signs differ
+    assert 1 <= len(np.flatnonzero(means > 1)) <= 10  # about half have different signs
     assert all(place % 100 == 0 for place in np.flatnonzero(means > 1))
     with refused("carriers: expected an int from 1 to 50, got 51"):
         Synthetic(features=50, carriers=51)

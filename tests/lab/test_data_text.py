@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, how it is cut, what a model may see of it."""
+"""Text as bytes: sources, splits and windows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Diffusion over graphs, its network, and the citation graphs that it is for."""
+"""Diffusion over graphs, its network, and citation graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw_graph(nodes=20, edges=40):
 
 
 def transition(edges, nodes, threshold=0.0):
-    """The definition, dense, in float64."""
+    """Return the dense definition in float64."""
     a = torch.zeros(nodes, nodes, dtype=torch.float64)
     a[edges[0], edges[1]] = a[edges[1], edges[0]] = 1
     a.fill_diagonal_(0)
@@ -52,7 +52,7 @@ def test_diffusion_is_powers_of_the_transition_matrix(hops, threshold):
 
 
 def test_edges_in_any_order_and_number():
-    edges = torch.tensor([[0, 1, 2, 2, 1], [1, 0, 3, 2, 2]])  # one twice, one of a node with itself
+    edges = torch.tensor([[0, 1, 2, 2, 1], [1, 0, 3, 2, 2]])  # a repeated edge, and a self-loop
     diffusion = bs.nn.Diffusion(edges, 5, hops=1)
     assert diffusion.nnz == (6,)
     assert diffusion.isolated == 1
@@ -73,7 +73,7 @@ def test_memory_grows_with_the_nodes_whatever_the_hubs():
     bytes_per_node = [size / nodes for nodes, _, size in found]
     assert bytes_per_node[1] < 1.1 * bytes_per_node[0]
     whole = dcnn.growth((1000, 4000), threshold=0.0)
-    assert whole[1][2] / whole[1][0] > 1.2 * whole[0][2] / whole[0][0]  # what the threshold is for
+    assert whole[1][2] / whole[1][0] > 1.2 * whole[0][2] / whole[0][0]  # the threshold prevents this
 
 
 def test_bad_input():
@@ -102,7 +102,7 @@ def test_bad_input():
 
 
 def write_planetoid(folder: Path, name: str = "cora", **changed: object) -> planetoid.Graph:
-    """Twelve papers: eight known ones, three to test on in another order, and one missing from the files."""
+    """Write twelve papers: eight known, three to test on in another order, and one missing from the files."""
     words, classes = torch.rand(12, 5).round(), torch.randint(2, (12,))
     words[10], classes[10] = 0, 0
     one_hot = torch.eye(2)[classes].numpy()

@@ -1,4 +1,5 @@
-"""A disk that fails, at each call in turn: one line, a whole checkpoint, and a run that goes on to the same tensors."""
+"""A disk that fails at each call in turn: one line of error, an intact checkpoint, a run that resumes to the same
+tensors."""
 
 import builtins
 import errno
@@ -36,7 +37,7 @@ class Line(Task):
 
 
 class Disk:
-    """Counts what is asked of a disk; from call `fails` on each fails, or that one alone."""
+    """Counts calls of the disk; call number `fails` and all later ones fail, or that call alone."""
 
     def __init__(self, patch, fails=0, code=errno.ENOSPC, once=False):
         self.calls, self.fails, self.code, self.once = [], fails, code, once
@@ -129,7 +130,7 @@ def test_curves_that_cannot_be_written(after, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writers.RecordWriter, "write", write)
-        # It writes them in a thread: a failure there is raised with the next point, or not at all after the last.
+        # A thread writes them: a failure is raised with the next point, or never after the last point.
         with suppress(BlockSparseError):
             Trainer(Line(), tmp_path / "run", SETTINGS).train()
     Trainer(Line(), tmp_path / "run", SETTINGS).train()

@@ -1,4 +1,4 @@
-"""Experiments: their runs, their probes, their reports."""
+"""Experiments: runs, probes and reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from experiment_parts import RESULTS, cells, command, refused
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """Two language models, and reviews to probe them on."""
+    """An experiment on two language models, with reviews to probe them on."""
     reviews = tmp_path / "opinions.csv"
     lines = [f"{'good' if i % 2 else 'bad'} as number {i},{i % 2}" for i in range(40)]
     reviews.write_text("\n".join(["text,label", *lines]) + "\n")
@@ -209,7 +209,7 @@ def test_a_report_loses_no_runs(tiny, tmp_path):
     assert "out: expected a folder without another report of tiny, or --add" in said
     assert "dense, seed 0 too" in said
     assert not (tmp_path / "fresh").exists(), "nothing was trained"
-    # A seed of one's own is one more; with --add, runs stay where none of their contender and seed is new.
+    # Another seed is one more run; with --add, other runs of the report remain.
     before = experiments.load(tmp_path / "out" / "tiny.json").runs
     assert CliRunner().invoke(app, ["experiment", *map(str, fresh), "--seed", "7", "--add"]).exit_code == 0
     after = experiments.load(tmp_path / "out" / "tiny.json").runs
@@ -265,7 +265,7 @@ def test_what_was_found_of_a_shorter_run_goes_when_it_is_extended(tiny, tmp_path
     old.write_text("{}")
     command(tmp_path, "--only", "dense", "--seed", "0")
     assert not old.exists()
-    assert old.with_suffix(".json.old").read_text() == "{}"  # nothing is lost
+    assert old.with_suffix(".json.old").read_text() == "{}"  # the old result is kept aside
     old.write_text("{}")
     command(tmp_path, "--only", "dense", "--seed", "0")
     assert old.exists()
@@ -287,7 +287,7 @@ def test_bad_input(tiny, tmp_path):
     with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
         experiments.draw("wikipedia-cell-strided", experiments.find("wikipedia-cell-strided"), tmp_path)
     with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
-        report.existing_runs("wikipedia-cell-strided", tmp_path)  # what --add would keep
+        report.existing_runs("wikipedia-cell-strided", tmp_path)  # `--add` would read it
     content = json.loads((RESULTS / "gpt-small.json").read_text()) | {"experiment": "tiny"}
     (tmp_path / "tiny.json").write_text(json.dumps(content))
     with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of RigL, block-sparse"):
@@ -297,9 +297,9 @@ def test_bad_input(tiny, tmp_path):
 @pytest.mark.parametrize("name", language.EXPERIMENTS)
 def test_contenders_are_of_equal_size(name):
     dense, *others = (contender.config for contender in experiments.find(name).contenders.values())
-    for other in (other for other in others if other != dense):  # which may be there at another rate
+    for other in (other for other in others if other != dense):  # a contender may appear at another rate
         assert other.width > dense.width
-        # The wide one may be the smaller by more than it is the larger: whole blocks, and the paper's sizes.
+        # The wide model may be smaller by more than it may be larger: whole blocks, and the paper's sizes.
         for size in (parameter_count, multiply_adds):
             assert size(other) <= 1.2 * size(dense)
 
@@ -330,7 +330,9 @@ def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
         pytest.skip("of a benchmark")
     machines = [run.result["machine"] for runs in experiments.load(path).runs.values() for run in runs]
     assert not any(machine["dirty"] for machine in machines)
-    assert not re.search(r'"dirty": ?true|with changes', path.read_text())  # nor before it went on, nor measured later
+    assert not re.search(
+        r'"dirty": ?true|with changes', path.read_text()
+    )  # also for earlier parts of a resumed run, and for later measurements
     git = ["git", "-C", str(RESULTS), "cat-file", "-e"]
     shallow = (RESULTS / "../../.git/shallow").exists()
     if shallow or subprocess.run([*git, "HEAD^{commit}"], capture_output=True).returncode:

@@ -40,7 +40,7 @@ QUICK = FinetuneSettings(epochs=3, batch=8, longest=20, learning_rate=0.02)
 
 
 def opinions(count=64, seed=0):
-    """Texts of which each says what its label is, of very different lengths."""
+    """Return texts of very different lengths that contain their label."""
     rng = np.random.default_rng(seed)
     labels = (np.arange(count) % 2).tolist()
     words = ("bad", "good")
@@ -127,7 +127,7 @@ def test_what_a_recipe_asks_for(tmp_path):
     assert (settings.steps, settings.eval_every, settings.warmup) == (48, 16, 4)
     assert (settings.learning_rate, settings.dtype, settings.seed) == (0.02, "bfloat16", 7)
     assert (task.unit, task.samples, task.bytes_per_step) == ("% validation error", "texts", 80)
-    # The seed is not that of the layouts, which the language model brings.
+    # The seed does not set the layouts, which the language model brings.
     assert model.config.seed == task.about()["model"]["seed"] == SPARSE.seed
     outlets = [TextClassifier.of(CharLM(SPARSE), seed).outlet.weight for seed in (7, 8)]
     assert torch.equal(model.outlet.weight, outlets[0])
@@ -196,7 +196,7 @@ def test_the_command(tmp_path):
     )
     command[3] = tmp_path / "pruned"
     assert "lstm, dense, made sparse, width 32" in run(*command, "--out", tmp_path / "of pruned")
-    # A language model is no classifier, nor the other way round.
+    # A language model cannot be loaded as a classifier, nor the reverse.
     with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got classify"):
         charlm.load(tmp_path / "run")
     with pytest.raises(BlockSparseError, match="expected a classifier of texts, got charlm"):
@@ -230,7 +230,7 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path):
 
 @pytest.fixture
 def beginnings(monkeypatch):
-    """The experiment, tiny, with the one that it begins with."""
+    """The tiny experiment, and the one with its language models."""
     small = replace(
         experiments.find("imdb-long"),
         text="python",
@@ -313,7 +313,7 @@ def test_runs_without_a_test_are_missing_and_those_that_cannot_begin_are_left_ou
     assert "dense-0" in missing()
     of.probe(trainer.run)
     assert "dense-0" not in missing()
-    # A run of another net in the place of the one that is wanted.
+    # A run of another net in place of the expected one.
     text = texts.split(b"abc " * 99, 8, name="abc", held_out=0.1)
     other = charlm.CharLMSettings(steps=1, warmup=0, batch=4, seq=8, model=replace(DENSE, width=16))
     charlm.trainer(other, text, tmp_path / "imdb-long" / "dense-1").train()

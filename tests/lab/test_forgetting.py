@@ -1,4 +1,4 @@
-"""How long cells keep what came before."""
+"""How long cells keep information."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ FACTORS = (0.5, 0.98, 0.995, 1.0, 0.0)
 
 
 class Leaky:
-    """Each cell is a sum of the bytes before, of which a part is lost with each byte; the last is always 0."""
+    """Each cell sums the bytes with a decay; the last cell is always 0."""
 
     def initial_state(self, batch):
         return torch.zeros(1, batch, 2), torch.zeros(1, batch, len(FACTORS))
@@ -23,11 +23,11 @@ class Leaky:
 
 
 def test_the_part_of_the_cells_that_keep_half():
-    # After 64 bytes 0.98 ** 64 = 0.27 is left, 0.995 ** 64 = 0.73. The cell that never differs is not counted.
+    # After 64 bytes 0.98 ** 64 = 0.27 and 0.995 ** 64 = 0.73 are left. The constant cell does not count.
     text = torch.randint(1, 256, (10 * (2 * BEFORE + AFTER) + 7,), dtype=torch.uint8)
     found = forgetting(Leaky(), text)
     assert found["kept"] == 0.5
-    # The sum of a thousand bytes of 128 on average is about 130, of the last two hundred 25, of fifty 6.
+    # Decayed sums of bytes of 128 on average are about 130 over a thousand bytes, 25 over two hundred, 6 over fifty.
     assert found["saturated"] == pytest.approx(3 / 5, abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Byte-level transformers: what they see, their evaluation, checkpoints, runs and experiment."""
+"""Byte-level transformers: causality, evaluation, checkpoints, runs and the experiment."""
 
 import math
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_a_score_depends_on_the_bytes_before_it_alone(config):
         rest, seen = model(said[9:], before)
     torch.testing.assert_close(torch.cat([begun, rest]), whole)
     assert torch.equal(seen, said)
-    with torch.no_grad():  # beyond the context the first bytes are forgotten
+    with torch.no_grad():  # bytes beyond the context have no effect
         later, seen = model(bytes_of(4, seed=1), said)
         torch.testing.assert_close(later, model(torch.cat([said[4:], bytes_of(4, seed=1)]))[0][-4:])
     assert len(seen) == 16
@@ -162,7 +162,7 @@ def test_blocks_move_in_the_first_three_quarters_of_a_run_however_short(tmp_path
     moved = [step for step, (before, after) in enumerate(pairwise(layouts), 2) if before != after]
     assert len(moved) > 5
     assert max(moved) < 30
-    assert trainer.task.inputs(0) is None  # so that no CUDA graph is made of steps that move blocks
+    assert trainer.task.inputs(0) is None  # a CUDA graph must not capture steps that move blocks
     assert len(GPTTask(GPT(SPARSE), corpus(), 6, 4).inputs(0)) == 1
 
 
@@ -186,7 +186,7 @@ def test_running_means_follow_the_blocks():
     bs.sparsity.SET(model, on_layout_change=on_layout_change).step()
     after, now, came = by_place(means["0.values"]), by_place(model[0].values.detach()), by_place(sources[0] < 0)
     assert after.keys() != before.keys()
-    for place, mean in after.items():  # a block may come back to the place that it has left
+    for place, mean in after.items():  # a block may return to its old place
         assert torch.equal(mean, now[place] if came[place] else before[place])
 
 

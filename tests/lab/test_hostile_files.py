@@ -1,4 +1,4 @@
-"""Files that are broken by chance or on purpose: they load or raise a BlockSparseError, in bounded time and memory."""
+"""Files that are broken by chance or on purpose load or raise a BlockSparseError, in bounded time and memory."""
 
 import gzip
 import os
@@ -43,7 +43,7 @@ def write(path, content):
 
 @pytest.mark.parametrize("cases", [60, pytest.param(6000, marks=pytest.mark.full)])
 def test_hostile_and_changed_files_load_or_are_refused(cases, tmp_path):
-    # In a process of its own, which a crash may end, and in which memory is measured.
+    # In its own process, where a crash is caught and memory is measured.
     command = [sys.executable, str(MUTATE), "--cases", str(cases), "--seed", "0", "--folder", str(tmp_path / "work")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
@@ -128,7 +128,7 @@ def test_a_limit_that_is_none(monkeypatch, given):
 
 
 def test_the_limit_lets_the_published_sets_through():
-    # Bytes packed and unpacked: HIGGS.csv.gz, aclImdb, CIFAR-10, enwik8.
+    # Packed and unpacked bytes of HIGGS.csv.gz, aclImdb, CIFAR-10 and enwik8.
     for packed, size in (
         (2_816_407_858, 8_035_497_980),
         (84_125_825, 500 << 20),
@@ -184,7 +184,7 @@ READERS = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_what_is_no_file_is_refused_at_once(tmp_path, read):
-    os.mkfifo(tmp_path / "pipe")  # which would be waited for
+    os.mkfifo(tmp_path / "pipe")  # opening it would block
     for path in (
         tmp_path / "pipe",
         "/dev/zero",
@@ -274,7 +274,7 @@ def test_what_looks_like_a_regression(tmp_path):
     path.write_text("x,label\n" + "".join(f"1,{i}\n" for i in range(1001)))
     with refused("got 1,001 different numbers in 1,001 rows, which looks like the target of a regression"):
         csv_table.read(path)
-    # Halves of a star; many classes of many rows; as many by words.
+    # Half stars; many classes of many rows; the same number of classes as words.
     path.write_text("x,label\n" + "".join(f"1,{i % 10 / 2}\n" for i in range(20)))
     assert len(csv_table.read(path)[2]) == 10
     for word in ("", "w"):
@@ -283,7 +283,7 @@ def test_what_looks_like_a_regression(tmp_path):
 
 
 def test_many_classes_are_found_and_split_in_linear_time(tmp_path):
-    # Of 300,000 classes each pair would be 9e10 steps: hours.
+    # Comparing each pair of 300,000 classes would be 9e10 steps: hours.
     path = tmp_path / "a.csv"
     path.write_text("x,label\n" + "".join(f"{i % 7},w{i // 2}\n" for i in range(200_000)))
     rows, labels, classes = csv_table.read(path)
@@ -308,7 +308,7 @@ HARMLESS = (
 LONG = ("millions of lists", "marks in marks", "lists in lists", "a nested key")
 
 
-# Each is read by the run above too, the longest takes seconds.
+# The test of all hostile files reads each too; the longest takes seconds.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name == LONG[0] else ()) for name in formats.PICKLES]
 )
@@ -347,7 +347,7 @@ def write_planetoid(folder, **changed):
         (folder / name).write_bytes(changed.get(name.removeprefix("ind.cora."), data))
 
 
-# Each is read as any other pickle too, which takes seconds of the long ones.
+# Each is also read as any other pickle, which takes seconds for long ones.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in formats.ALLX]
 )

@@ -1,4 +1,4 @@
-"""Runs that are killed end as others do: a few kills; `kill_runs.py` does any number."""
+"""A few killed runs end with the same tensors; `kill_runs.py` tests any number."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The page of `blocksparse layout --html`, in a headless Chromium: what is drawn, and what pointer and keys do."""
+"""The page of `blocksparse layout --html` in a headless Chromium: drawing, pointer and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from browser import Browser, program
 
 needs_browser = pytest.mark.skipif(program() is None, reason="no chromium on the PATH (apt-get install chromium)")
 
-# Of the canvas: where it is, and whether the pixel of a point of the picture is of a colour of the page's.
+# Position of the canvas, and whether the pixel at a point has a colour of the page.
 HELPERS = """
 window.at = (x, y) => {
   const box = canvas.getBoundingClientRect(), d = canvas.dataset;
@@ -50,7 +50,7 @@ def browser():
 
 @pytest.fixture
 def load_model(browser, tmp_path):
-    """Opens a page of layouts; at the end nothing may have gone wrong in it."""
+    """Open a page of layouts; at the end it must have no errors."""
 
     def open_page(*layouts, fragment="", **more):
         path = tmp_path / "page.html"
@@ -81,7 +81,7 @@ def point(browser, x, y):
 
 
 def mask_drawn(browser, layout):
-    """Which cells are in the colour of stored blocks, by the middle of each."""
+    """Return the cells whose middle has the colour of stored blocks."""
     rows, cols = layout.grid
     script = f"""(() => {{ const blue = String(rgb('sparse')), image = snapshot(), out = [];
       for (let i = 0; i < {rows}; i++) for (let j = 0; j < {cols}; j++)
@@ -128,7 +128,7 @@ def test_wheel_buttons_keys_and_dragging_change_the_view(opened):
     browser.wheel(x, y, -400)
     browser.until(f"Number(canvas.dataset.scale) > {1.5 * start[0]}")
     assert browser.run("picture()") != before
-    # What was under the pointer still is.
+    # The same point stays under the pointer.
     assert browser.run("at(20.5, 30.5)") == pytest.approx([x, y], abs=1)
     browser.move(x, y)
     assert browser.run("tip_text()").startswith("block row 30, column 20:")
@@ -146,7 +146,7 @@ def test_wheel_buttons_keys_and_dragging_change_the_view(opened):
         assert view()[0] == pytest.approx(by * start[0])
     browser.run("canvas.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))")
     assert view() == pytest.approx([start[0], start[1] + 40, start[2]])
-    # A window of another size keeps what was chosen, and what was the whole stays so.
+    # A resized window keeps the selection, and the whole picture stays whole.
     browser.resize(500, 900)
     browser.until("innerWidth === 500")
     assert view()[0] == pytest.approx(start[0])
@@ -239,7 +239,7 @@ def test_a_huge_grid_is_drawn_in_cells(opened):
 
 
 def test_the_page_is_one_file_that_asks_for_nothing():
-    layout = bs.patterns.dense((576 * 2, 576 * 2), 2)  # as many blocks as are drawn one by one
+    layout = bs.patterns.dense((576 * 2, 576 * 2), 2)  # the limit for drawing single blocks
     assert layout.nnz < BLOCKS
     page = render("<i>", "&", [Shown("</script><b>", layout, [("a", "<1>")])])
     assert "<i>" not in page.replace("&lt;i&gt;", "")

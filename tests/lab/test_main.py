@@ -1,4 +1,4 @@
-"""The command before it can do anything: Ctrl-C while its imports run."""
+"""Ctrl-C during the command's imports."""
 
 import shutil
 import signal
@@ -12,7 +12,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 
-# A torch that has begun to be imported, and catches what it can.
+# A partially imported torch that catches every exception.
 TORCH = """
 import os, signal, time
 try:
@@ -49,6 +49,6 @@ def test_afterwards_it_is_an_exception_again(tmp_path):
     shutil.copy(SOURCES / "blocksparse_lab" / "__main__.py", package)
     handler = "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     (package / "cli.py").write_text(f"import signal\ndef app():\n    {handler}\n")
-    # Without site-packages: an editable installation puts its own finder before the path.
+    # Without site-packages, as an editable installation puts its own finder first.
     assert started(tmp_path, options=["-S"]).stdout == "True\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""SparseMLP: its topology, its first weights, its layers in order."""
+"""SparseMLP: topology, initial weights, order of layers."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ def test_erdos_renyi_layers_of_a_published_network():
         assert layer.layout.shape == (n_out, n_in)
         assert layer.layout.block_shape == (1, 1)
         density = bs.sparsity.erdos_renyi_density((n_out, n_in), 20)
-        # A binomial number of connections: six standard deviations.
+        # The number of connections is binomial; allow six standard deviations.
         total = n_in * n_out
         assert abs(layer.layout.nnz - density * total) <= 6 * math.sqrt(total * density * (1 - density))
         # He-uniform with the fan-in of the dense layer; biases 0.

@@ -1,4 +1,4 @@
-"""The next-byte models and their training side by side."""
+"""Next-byte models and their race."""
 
 import pytest
 import torch

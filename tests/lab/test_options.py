@@ -1,4 +1,4 @@
-"""Options of the command line that are made from the fields of dataclasses."""
+"""Command-line options from the fields of dataclasses."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ class How:
 
 @pytest.fixture
 def called():
-    """Calls a command of these options; returns what it was given, or how it was refused."""
+    """Call a command with these options; return its arguments, or its error."""
     seen = []
     app = typer.Typer()
 

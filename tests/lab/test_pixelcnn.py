@@ -1,4 +1,4 @@
-"""PixelCNN++: as many parameters as published, causal to the bit, probabilities that add up, bands as the whole."""
+"""PixelCNN++: published number of parameters, exact causality, probabilities that sum to 1, exact bands."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_output_depends_on_no_pixel_from_its_own_on(variant):
         (grad,) = torch.autograd.grad((y[0, :, at // 8, at % 8] * torch.randn(y.shape[1])).sum(), x, retain_graph=True)
         assert (grad[0][:, order >= at] == 0).all()
         seen[at] = grad[0].abs().amax(0).flatten()
-    # Each pixel sees the nearest ones before it, and the last one sees the very first.
+    # Each pixel depends on the nearest ones before it, and the last on the very first.
     for at in range(1, 64):
         if at % 8:
             assert seen[at, at - 1] > 0
@@ -70,7 +70,7 @@ def test_an_output_depends_on_no_pixel_from_its_own_on(variant):
 
 
 def test_no_pixel_after_its_own_changes_an_output():
-    # As above, though not by the gradient: a later pixel that is not a number changes nothing.
+    # The same without gradients: NaN in a later pixel changes nothing.
     net = model("groups")
     x = torch.rand(1, 3, 8, 8) * 2 - 1
     other = x.clone()
@@ -105,12 +105,12 @@ def test_bands_of_rows_are_the_whole(variant):
     with torch.no_grad(), bs.nn.bands(net) as below:
         parts = []
         for y in range(0, 12, 4):
-            net(torch.rand_like(x[:, :, :4]))  # what was there before counts nothing
+            net(torch.rand_like(x[:, :, :4]))  # earlier content must not matter
             parts.append(net(x[:, :, y : y + 4]))
             below.next()
     whole = net(x)
     torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(net(x), whole)  # and all is as before
+    torch.testing.assert_close(net(x), whole)  # the next call is unaffected
 
 
 def test_channels_last_is_the_same():
@@ -163,7 +163,7 @@ def test_wrong_causal_layers_are_refused():
 
 
 def grid(dtype: torch.dtype) -> torch.Tensor:
-    """Parameters of single logistics of 1 channel, `[n, 3, 1, 1]`."""
+    """Return parameters of single logistics of 1 channel, `[n, 3, 1, 1]`."""
     means, scales = torch.linspace(-1.2, 1.5, 109, dtype=dtype), torch.linspace(-7, 2, 91, dtype=dtype)
     found = torch.cartesian_prod(means, scales)
     return torch.cat([torch.zeros_like(found[:, :1]), found], 1).view(-1, 3, 1, 1)
@@ -180,7 +180,7 @@ def test_probabilities_of_all_levels_add_up_to_one(dtype, bound):
 
 
 def naive(x: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-    """Pixel by pixel from the definition, in float64: x `[n, c, 1, 1]`."""
+    """Compute pixel by pixel from the definition, in float64: x `[n, c, 1, 1]`."""
     n, channels = x.shape[:2]
     found = torch.zeros(n, dtype=torch.float64)
     mixtures = parameters.shape[1] // mixture.outputs(channels, 1)
@@ -234,7 +234,7 @@ def test_samples_are_distributed_as_log_prob_says(channels):
     count = 40_000
     parameters = torch.randn(1, mixture.outputs(channels, 3), 1, 1) * 0.5
     drawn = mixture.sample(parameters.expand(count, -1, -1, -1), channels, torch.Generator().manual_seed(1))
-    # The entropy is the mean of -log p over samples, and is that over the levels of one channel too.
+    # The entropy is the mean of -log p over samples, and over the levels of one channel.
     found = -mixture.log_prob(drawn, parameters.expand(count, -1, -1, -1)).mean()
     assert torch.equal(mixture.scaled(mixture.levels(drawn)), drawn)
     if channels == 1:
@@ -245,7 +245,7 @@ def test_samples_are_distributed_as_log_prob_says(channels):
         assert (counts - logs.exp()).abs().max() < 0.01
     else:
         wrong = drawn[torch.randperm(count)][:, :1]
-        mixed = torch.cat([wrong, drawn[:, 1:]], 1)  # a red of another pixel is less likely
+        mixed = torch.cat([wrong, drawn[:, 1:]], 1)  # the red of another pixel is less likely
         assert -mixture.log_prob(mixed, parameters.expand(count, -1, -1, -1)).mean() > found
 
 

@@ -1,4 +1,4 @@
-"""PixelCNN++ in the trainer and on the command line: the same bits after a stop, samples row by row, bad input."""
+"""PixelCNN++ in the trainer and on the command line: training, samples row by row, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = PixelCNNConfig(filters=8, resnets=1, mixtures=2, sparse=2, depth=2)
 
 
 def draw(n=24, channels=3, size=8):
-    """Each of a brightness of its own, with some noise: what is before a pixel tells of it."""
+    """Return images of one brightness each with some noise, so that a pixel predicts the next."""
     pixels = torch.randint(200, (n + 8, 1, 1, 1)) + torch.randint(20, (n + 8, channels, size, size))
     pixels = pixels.to(torch.uint8)
     labels = torch.arange(n + 8) % 2
@@ -81,7 +81,7 @@ def test_every_image_is_there_once_in_an_epoch(tmp_path):
 
 
 def by_the_whole(model, count, height, width, seed):
-    """As `pixelcnn.sample`, but all is computed for each pixel."""
+    """Sample like `pixelcnn.sample`, but compute the whole image for each pixel."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.zeros(count, model.channels, height, width)
     for y in range(height):
@@ -114,14 +114,14 @@ def test_the_layers_compute_four_rows_of_a_sample():
     model.out.register_forward_hook(lambda *got: rows.append(got[1][0].shape[2]))
     pixelcnn.sample(model, 1, 8, 4)
     assert rows == [4] * (8 * 4 + 2)
-    assert any(isinstance(module, bs.nn.WeightNorm) for module in model.modules())  # as it was
+    assert any(isinstance(module, bs.nn.WeightNorm) for module in model.modules())  # unchanged
 
 
 def test_grid():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 3, 2, 2)
     found = pixelcnn.grid(images)
     assert found.shape == (5, 8, 3)
-    assert found[3, 3].tolist() == [4, 4, 4]  # the fifth, second of the second row
+    assert found[3, 3].tolist() == [4, 4, 4]  # the fifth image is the second of the second row
     assert found[2, 0].tolist() == found[4, 7].tolist() == [255, 255, 255]
 
 
@@ -145,7 +145,7 @@ def test_the_commands(tmp_path):
     assert "this run is finished" in run(*command)
     picture = tmp_path / "samples.png"
     monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:  # 1,024 pixels would take long
+    with monkey.context() as patch:  # drawing 1,024 pixels would take long
         patch.setattr(
             pixelcnn, "sample", lambda model, count, *_, **__: torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
         )

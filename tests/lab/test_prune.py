@@ -1,4 +1,4 @@
-"""Pruning runs: the one trainer, a method in it, a truly sparse model out of it; and the experiments of them."""
+"""Pruning runs: a method in the trainer, the truly sparse result, and the experiments."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def trainer(kind, case, run, search=2 / 3, **settings):
     q = bs.sparsity.percentiles(task.model) if case in ("threshold", "glp") else None
     pruning = pruning_of(case, skip=skip, search=search)
     made = Trainer(PruneTask(task, pruning, STEPS, q=q), run, replace(SETTINGS, **settings))
-    if case == "l0":  # so few steps shut no gate
+    if case == "l0":  # so few steps close no gate
         generator = torch.Generator().manual_seed(5)
         for log_alpha in made.task.method.parameters():
             log_alpha.data.uniform_(-4, 2, generator=generator)
@@ -63,7 +63,7 @@ def trainer(kind, case, run, search=2 / 3, **settings):
 
 
 def outputs(task):
-    """Outputs of the trainer's model: dense, gated or sparse."""
+    """Return outputs of the trainer's dense, gated or sparse model."""
     with torch.no_grad():
         task.model.eval()
         if isinstance(task.task, charlm.CharLMTask):
@@ -258,7 +258,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     runs, out = tmp_path / "runs", tmp_path / "out"
-    # Without the dense one there is nothing to compare with.
+    # Without the dense run, nothing is compared.
     invoke("experiment", "tiny", "--runs", runs, "--out", out, "--only", "gradual", "--seed", 0)
     assert list(table_of((out / "tiny.md").read_text())) == ["gradual"]
     assert "times as fast" not in (out / "tiny.md").read_text()
@@ -292,7 +292,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert "pruned in one shot after its training" in markdown
     assert "| gradual | 0.250, " in markdown
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    # Times that were measured elsewhere do not stand beside those of the dense net.
+    # Times measured at another time are not shown next to the dense net's.
     results = experiments.load(out / "tiny.json")
     elsewhere = [
         replace(run, config=run.config | {"facts": run.facts | {"raced on": run.facts["raced on"] | {"load": [9.0]}}})
@@ -375,7 +375,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     assert bits["gradual"] == pytest.approx(found["gradual"][0].held_out, rel=1e-4)
     dense = charlm.load(tmp_path / "runs" / "tiny" / "dense-0" / pruning.MODEL)
     assert found["threshold"][0].task["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense), rel=1e-5)
-    # The saved model is a language model like any other.
+    # The saved model loads like any language model.
     model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
     assert b"".join(language_model.sample(model, b"The ", 5))
 

@@ -1,4 +1,4 @@
-"""ResNets on images: augmentation, resuming with the same bits, and the effect of shifts."""
+"""ResNets on images: augmentation, training, and the effect of shifts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = ResNetSettings(width=8, blocks=(1, 1), block_size=4, epochs=2, batch=8)
 
 
 def draw(n=32, channels=3, size=8):
-    """Two kinds of images: with a bright row, and with a bright column."""
+    """Return images with a bright row and images with a bright column."""
     pixels = torch.randint(60, (n + 8, channels, size, size), dtype=torch.uint8)
     labels = torch.arange(n + 8) % 2
     pixels[labels == 0, :, 3] += 150
@@ -41,7 +41,7 @@ def draw(n=32, channels=3, size=8):
 
 def test_channels_are_standardised():
     data = draw(n=50)
-    data.train[:, 1] = 7  # one that never varies
+    data.train[:, 1] = 7  # a constant channel
     rows, labels = ImageRows(data).take(np.arange(50))
     expected = data.train.double()
     expected = (expected - expected.mean((0, 2, 3), keepdim=True)) / expected.std((0, 2, 3), correction=0)[
@@ -69,7 +69,7 @@ def test_images_are_moved_and_mirrored():
     }
     seen = {tuple(image.flatten().tolist()) for image in found}
     assert seen <= known
-    assert len(seen) == len(known) == 50  # of 1,200 draws, each is there but once in 10^9 runs
+    assert len(seen) == len(known) == 50  # 1,200 draws miss one of the 50 once in 10^9 runs
     assert torch.equal(augment(images, np.random.default_rng(3)), augment(images, np.random.default_rng(3)))
 
 
@@ -83,13 +83,13 @@ def test_all_shifts_are_there():
 
 
 def test_consistency_is_that_of_two_shifts():
-    """Against its definition: over all pairs of shifts."""
+    """Compare with the definition over all pairs of shifts."""
     torch.manual_seed(0)
     model = ResNet(classes=4, width=4, blocks=(1, 1)).eval()
     images = torch.randn(3, 3, 4, 4)
     with torch.no_grad():
         logits = [torch.stack([model(s[None])[0] for s in all_shifts(image)]) for image in images]
-        middle = torch.cat(logits).mean(0)  # an untrained network's outputs hardly differ from each other
+        middle = torch.cat(logits).mean(0)  # an untrained network's outputs hardly differ
         model.head.bias -= middle
         logits = [one - middle for one in logits]
     classes = [one.argmax(1) for one in logits]
@@ -147,7 +147,7 @@ def test_the_command(tmp_path):
     assert "resnet, aps, 4-8 channels, density 0.5 in blocks of 2" in said
     assert "consistency 100.00 % over all pairs of 1,024 circular shifts, 1 test image" in said
     assert "this run is finished" in run(*command)
-    command = [*command[:-1], "1000000", "--out", tmp_path / "none"]  # refused before the training
+    command = [*command[:-1], "1000000", "--out", tmp_path / "none"]  # raised before training
     assert "shifted: expected an int from 1 to the images to test on" in run(*command, code=1)
     assert not (tmp_path / "none").exists()
 
@@ -159,7 +159,7 @@ def test_a_wide_sparse_network_takes_as_many_multiply_adds_as_a_narrow_dense_one
     counts = {name: of["multiply_adds_per_image"] for name, of in facts.items()}
     assert counts["sparse, wide"] == pytest.approx(counts["dense"], rel=0.05)
     assert counts["sparse"] < 0.5 * counts["dense"]
-    # Pixels and weights: the stem's, two convolutions and the way around of each of four blocks, the head's.
+    # Pixels times weights: stem, two convolutions and short-cut of each of four blocks, head.
     convolutions = [(1024, 3 * 16 * 9), (1024, 2 * 16 * 16 * 9)]
     for stage, pixels in ((1, 256), (2, 64), (3, 16)):
         before, after = 16 << (stage - 1), 16 << stage
@@ -178,11 +178,11 @@ def test_the_experiment(tmp_path, monkeypatch):
     for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):
         trainer.train()
     paths = experiments.write("shifts-cifar10", experiment, tmp_path / "runs", tmp_path)
-    assert "| consistency" not in paths[1].read_text()  # not looked at yet
+    assert "| consistency" not in paths[1].read_text()  # not probed yet
     told = []
     for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):
         experiment.probe(trainer.run, progress=lambda *of: told.append(of))
-        experiment.probe(trainer.run)  # is done already
+        experiment.probe(trainer.run)  # already done
     assert told == [("shifts", done, 4) for _ in range(4) for done in range(1, 5)]
     paths = experiments.write("shifts-cifar10", experiment, tmp_path / "runs", tmp_path)
     text = paths[1].read_text()
@@ -236,7 +236,7 @@ def test_a_blurred_stride_keeps_the_first_pixel_of_four():
     torch.manual_seed(0)
     model = ResNet(width=8, blocks=(1, 1), blur=3).eval()
     images = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(model(images.roll((2, 4), (2, 3))), model(images))  # the stride divides them
+    torch.testing.assert_close(model(images.roll((2, 4), (2, 3))), model(images))  # the stride divides these shifts
     assert not torch.allclose(model(images.roll(1, 3)), model(images), atol=1e-3)
     with pytest.raises(BlockSparseError, match="padding_mode: expected circular with stride, blur 3, got 'zeros'"):
         ResNet(blur=3, padding_mode="zeros")

@@ -1,4 +1,4 @@
-"""The sentiment protocol: features of texts, the probe, what is kept, and the command that shows it."""
+"""The sentiment protocol: features of texts, probe, cache and command."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ WIDTH = 24
 
 
 class Bytes(torch.nn.Module):
-    """A small recurrent model with the interface of a language model: state (h, c), each [layers, batch, width]."""
+    """A small recurrent language model with state (h, c), each [layers, batch, width]."""
 
     def __init__(self, width=WIDTH, layers=2, seed=0):
         super().__init__()
@@ -42,7 +42,7 @@ class Bytes(torch.nn.Module):
 
 
 class Running(Bytes):
-    """One that can leave the scores out."""
+    """A model that can skip the scores."""
 
     def outputs(self, text, state):
         self.calls.append(tuple(text.shape))
@@ -53,14 +53,14 @@ class Running(Bytes):
 
 
 def words(count, seed=0):
-    """Texts of very different lengths, with empty ones, equal ones, and letters of more than one byte."""
+    """Return texts of very different lengths, some empty, some equal, with letters of several bytes."""
     rng = np.random.default_rng(seed)
     alphabet = list("abc de \u00e9\n&<")
     return ["", "", "same", "same"] + ["".join(rng.choice(alphabet, rng.integers(0, 90))) for _ in range(count)]
 
 
 def alone(model, text):
-    """The definition: one text, byte after byte."""
+    """Compute the definition: one text, byte after byte."""
     state, hidden = model.initial_state(1), []
     with torch.no_grad():
         for byte in encode(text):
@@ -90,7 +90,7 @@ def test_features_are_the_states_of_a_text(kind, states):
 
 
 def states(*args, **how):
-    """Those of a text side by side."""
+    """Return the states of texts side by side."""
     return np.hstack(list(sentiment.features(*args, **how).values()))
 
 
@@ -152,7 +152,7 @@ def test_half_precision_comes_out_as_float32():
 
 
 def separable(n=200, width=20, unit=3, noise=0.0, seed=0):
-    """Three parts in which one unit separates the classes."""
+    """Return three parts in which one unit separates the classes."""
     rng = np.random.default_rng(seed)
     parts, labels = [], []
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_features_that_cannot_be_kept_are_no_error(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder whose checkpoint loads as a model that counts the times it is loaded."""
+    """A run folder whose checkpoint loads as a model that counts its loads."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last.safetensors").write_bytes(b"weights")
     loaded = []

@@ -1,4 +1,4 @@
-"""The settings of a run: the rate of each step, and what is refused."""
+"""Settings of a run: learning rates of steps, and errors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Run folders from elsewhere, broken or made up: one line of what is wrong, in bounded time and memory."""
+"""Foreign run folders, broken or made up: one line of error, in bounded time and memory."""
 
 import json
 import time
@@ -44,7 +44,7 @@ def saved(folder, model, task):
 
 @cache
 def model_of(kind, cell="lstm"):
-    """A small model of a kind, which no test changes."""
+    """Return a small model of a kind; tests do not change it."""
     if kind == "charlm":
         return CharLM(CharLMConfig(**CONFIG | {"cell": cell}))
     return pixelcnn.PixelCNNConfig(**PIXELS).build(1) if kind == "pixelcnn" else resnet._network(RESNET)
@@ -90,7 +90,7 @@ def test_a_language_model_comes_back_as_it_was(cell, pattern, tmp_path):
 def test_a_configuration_that_its_tensors_do_not_have(made, load, names, value, tmp_path):
     started = time.monotonic()
     for name in names:
-        # Changes that do not affect the parameters, or are equivalent, load as they should.
+        # Changes that keep the parameters, or are equivalent, load.
         harmless = (name == "dropout" and value == 0) or name == "density" or (name == "sparse" and value is True)
         if harmless:
             continue
@@ -186,7 +186,7 @@ def test_facts_and_lines_that_are_unknown(value, tmp_path):
 
 
 class Line(Task):
-    """A task with a line for a model."""
+    """A task whose model is a line."""
 
     unit, per_nat, bytes_per_step = "nats", 1.0, 4
 

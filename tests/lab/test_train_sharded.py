@@ -1,4 +1,4 @@
-"""Training with `shard`: as with one process; a share of the numbers in each; the same bits after a stop."""
+"""Training with `shard`: results of one process, memory per process, and resumption with the same bits."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
 def evolving(method, optimizer, run, shard):
-    """Connections that move, with means that follow."""
+    """Return a trainer with moving connections and running means."""
     of_set = {"importance_from": 0, "importance_every": 2} if method == "set" else {}
     topology = Topology(method, every=3, **of_set)
     model = SparseMLP([40, 48, 48, 2], epsilon=4, dropout=0)
@@ -33,19 +33,19 @@ def evolving(method, optimizer, run, shard):
 
 
 def trainer(kind, run, shard):
-    """A run that saves at every fourth step."""
+    """Return a trainer that saves at every fourth step."""
     if kind in ("set", "rigl"):
         return evolving(kind, {"set": "adagrad", "rigl": "sgd"}[kind], run, shard)
     made = kill_runs.KINDS[kind](run, shard=shard)
     made.settings = replace(made.settings, save_every=4)
     for module in made.model.modules():
         if hasattr(module, "p"):
-            module.p = 0.0  # dropout draws others in each process
+            module.p = 0.0  # dropout draws differently on each rank
     return made
 
 
 def trained(kind, run, until=None, shard=True):
-    """The run, left after some steps; the part that is here of parameters, means and the optimizer's state."""
+    """Train until a step; return the fraction of parameters, means and optimizer state that is local."""
     made = trainer(kind, run, shard)
     for step in made.steps():
         if step == until:
@@ -83,7 +83,7 @@ def check_close(run, other):
     ],
 )
 def test_as_with_one_process(processes, tmp_path, kind, shard):
-    # Batch norm counts in each process: as with data parallelism.
+    # Each rank counts batch norm's statistics, as with data parallelism.
     processes(2 if kind == "resnet" else 1)(trained, kind, tmp_path / "whole", None, False)
     shares = processes(2)(trained, kind, tmp_path / "both", None, shard)
     check_close(tmp_path / "both", tmp_path / "whole")

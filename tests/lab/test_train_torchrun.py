@@ -1,4 +1,4 @@
-"""Training by several processes: as with one; after kills as without; with other numbers; what stops is named."""
+"""Training by several processes: results of one process, kills, other numbers of processes, errors."""
 
 import os
 import re
@@ -20,12 +20,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--mo
 
 
 def without_dropout(run):
-    """SET on an MLP; dropout draws others in each process."""
+    """Return a run of SET on an MLP; dropout would draw differently on each rank."""
     return kill_runs.KINDS["mlp"](run, dropout=0.0)
 
 
 def trained(kind, run, until=None):
-    """The run, left after some steps; every process."""
+    """Train until a step on every rank; return the rank."""
     trainer = without_dropout(run) if kind == "mlp" else kill_runs.KINDS[kind](run)
     for step in trainer.steps():
         if step == until:
@@ -122,7 +122,7 @@ def test_a_process_that_stops_is_named(tmp_path, shard):
         if line.startswith("error: "):
             break
     assert time.monotonic() - started < 30
-    os.kill(stopped, signal.SIGKILL)  # torchrun would wait for it for half a minute
+    os.kill(stopped, signal.SIGKILL)  # torchrun would wait half a minute for it
     assert re.match("error: process 1: expected an answer in time, got none", line)
     torchrun.communicate(timeout=60)
     assert torchrun.returncode != 0

@@ -1,4 +1,4 @@
-"""The trainer: it goes on bit-exactly, stops cleanly, and never keeps what is broken."""
+"""The trainer: bit-exact resumption, clean stops, and no broken checkpoints."""
 
 import json
 import os
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 class Killed(BaseException):
-    """Ends a training as SIGKILL would: nothing is done about it."""
+    """Ends a training like SIGKILL, without any handling."""
 
 
 class Walk(Task):
-    """A task with all that may be carried over: a state, numbers drawn, a layout, and a gain with one dimension."""
+    """A task with everything that may be carried over: a state, random numbers, a layout, a one-dimensional gain."""
 
     unit, per_nat, bytes_per_step = "nats", 1.0, 8
 
@@ -56,7 +56,7 @@ class Walk(Task):
     def evaluate(self, model):
         assert not model.training
         assert not torch.is_grad_enabled()
-        torch.randn(3)  # what an evaluation draws must not change the training
+        torch.randn(3)  # random draws of an evaluation must not affect the training
         x = torch.linspace(-1, 1, 64).view(4, 16)
         return (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean().item()
 
@@ -78,7 +78,7 @@ def fail(error):
 
 
 def killed(run, step, settings=SETTINGS):
-    """Trains a run until it is killed in a step."""
+    """Train a run until it is killed in a step."""
     task = Walk()
     task.at[step] = fail(Killed())
     with pytest.raises(Killed):
@@ -102,7 +102,7 @@ def assert_same(run, other):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing happened to."""
+    """An undisturbed run."""
     run = tmp_path_factory.mktemp("whole")
     with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
         Trainer(Walk(), run, SETTINGS).train()
@@ -132,7 +132,7 @@ def test_a_result_names_the_commits_that_its_steps_are_of(tmp_path, monkeypatch)
     killed(tmp_path, 12)
     monkeypatch.setattr(machine, "checkout", lambda: ("b" * 40, False))
     later = Trainer(Walk(), tmp_path, SETTINGS)
-    monkeypatch.setattr(machine, "checkout", lambda: ("c" * 40, True))  # while it runs
+    monkeypatch.setattr(machine, "checkout", lambda: ("c" * 40, True))  # during the run
     here = later.train()["machine"]
     assert (here["commit"], here["dirty"]) == ("b" * 40, False)
     assert here["codes"] == ["a" * 8, "b" * 8]
@@ -259,7 +259,7 @@ def test_killed_while_it_saves_it_ends_with_the_same_bits(moment, nth, whole, tm
         patch.setattr(checkpoint, "save", save)
         with pytest.raises(Killed):
             Trainer(Walk(), tmp_path, SETTINGS).train()
-    # The last line may have been cut, too.
+    # The last line may also be cut.
     log = tmp_path / "log.jsonl"
     if log.read_bytes():
         log.write_bytes(log.read_bytes() + b'{"step": 24, "los')
@@ -280,7 +280,7 @@ def test_a_layout_that_changed_while_training_comes_back(tmp_path):
     sparser = other.model[0]
 
     def prune():
-        # As a method of sparse training does: layout, values, and what Adam and the mean know of them.
+        # Change layout, values and Adam's and the mean's state, as a method of sparse training does.
         weight = trainer.parameters["0.values"]
         weight.grad = None
         task.model[0].load_state_dict(sparser.state_dict())
@@ -372,7 +372,7 @@ class WalkSettings(Settings):
 
 
 def test_the_settings_of_a_recipe_identify_its_run(tmp_path):
-    """All are saved. A run of an older version has only those that all runs share, and resumes."""
+    """All are saved. A run of an older version has only the settings that all runs share, and resumes."""
     settings = WalkSettings(**asdict(SETTINGS), stride=3)
     Trainer(Walk(), tmp_path, settings).train()
     saved = json.loads((tmp_path / "config.json").read_text())["settings"]
@@ -389,7 +389,7 @@ def test_the_settings_of_a_recipe_identify_its_run(tmp_path):
 
 
 def test_a_finished_run_is_extended(tmp_path):
-    """At a rate that does not fall it ends with the bits of one that was begun with as many steps."""
+    """At a constant rate, an extended run ends with the bits of a run that started with as many steps."""
     settings = replace(SETTINGS, decay="none")
     Trainer(Walk(), tmp_path / "extended", settings).train()
     result = Trainer(Walk(), tmp_path / "extended", replace(settings, steps=40)).train()

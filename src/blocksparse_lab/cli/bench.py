@@ -1,4 +1,4 @@
-"""`blocksparse bench`: our products against their peers, correctness first."""
+"""`blocksparse bench`: time our products against their peers, after a check of all results."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OUT = Path("bench-out")
 
 @dataclass(frozen=True)
 class Measured:
-    """How cases are measured."""
+    """How to time cases."""
 
-    rounds: int = option(ROUNDS, "Rounds of A B A B ... at most.")
-    budget: float = option(BUDGET, "Seconds of timing per case, about.")
-    seed: int = option(0, "Of patterns and numbers.")
-    device: str = option("cpu", "cpu, or cuda: CUDA graphs, copies of the weights in turn.")
+    rounds: int = option(ROUNDS, "At most this many rounds A B A B ...")
+    budget: float = option(BUDGET, "Approximate seconds of timing per case.")
+    seed: int = option(0, "Random seed.")
+    device: str = option("cpu", "cpu, or cuda, with CUDA graphs and copies of the weights in turn.")
 
     def by(self, kind: type[Bench], against: str) -> Bench:
         return kind(parts(against), **asdict(self))
@@ -46,7 +46,7 @@ class Measured:
 
 @bench.callback()
 def _bench() -> None:
-    # With a callback, typer keeps `linear` as a subcommand even while it is the only one.
+    # With a callback, typer keeps subcommands even if there is only one.
     pass
 
 
@@ -60,13 +60,13 @@ def linear(
     densities: Densities = "1,0.5,0.25,0.1,0.05,0.03,0.01",
     dtype: Dtype = "float32",
     pass_: Annotated[str, typer.Option("--pass", help="forward, dgrad, wgrad or train.")] = "forward",
-    against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr, bsr-matmul, csr-matmul and stk.")] = "dense",
+    against: Annotated[str, typer.Option(help="Some of dense, torch-bsr, bsr-matmul, csr-matmul and stk.")] = "dense",
     out: Out = OUT,
     how: Measured,
 ) -> None:
-    """y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
+    """Time y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
 
-    Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
+    Every result is first checked against float64; a wrong one ends the run. Then all take turns in one process.
     """
     from ..bench.linear import LinearBench
     from ..bench.linear_specs import LinearSpec
@@ -83,19 +83,21 @@ def linear(
 def conv2d(
     *,
     layer: Annotated[str, typer.Option(help="A named shape: reach, resnet50-conv4-3x3, pixelcnn-16, ...")] = "reach",
-    images: Annotated[int | None, typer.Option(help="Images at once, where not those of the layer.")] = None,
+    images: Annotated[int | None, typer.Option(help="Images per batch; by default the layer's.")] = None,
     block_size: BlockSize = 32,
-    pattern: Annotated[str, typer.Option(help="random (of the densities) or block-diagonal.")] = "random",
+    pattern: Annotated[str, typer.Option(help="random, with the densities, or block-diagonal.")] = "random",
     densities: Densities = "1,0.5,0.25,0.1",
     dtype: Dtype = "float32",
-    pass_: Annotated[str, typer.Option("--pass", help="Of forward, dgrad, wgrad and train.")] = "forward,dgrad,wgrad",
-    against: Annotated[str | None, typer.Option(help="Peers, of dense and grouped.")] = None,
+    pass_: Annotated[
+        str, typer.Option("--pass", help="Some of forward, dgrad, wgrad and train.")
+    ] = "forward,dgrad,wgrad",
+    against: Annotated[str | None, typer.Option(help="Some of dense and grouped.")] = None,
     out: Out = OUT,
     how: Measured,
 ) -> None:
-    """A block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
+    """Time a block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
 
-    Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
+    Every result is first checked against float64; a wrong one ends the run. Then all take turns in one process.
     """
     from ..bench.conv import ConvBench
     from ..bench.conv_specs import LAYERS
@@ -124,27 +126,29 @@ def conv2d(
 def lstm(
     *,
     cell: Annotated[str, typer.Option(help="lstm, mlstm or smallworld.")] = "lstm",
-    width: Annotated[int, typer.Option(help="Units.")] = 2048,
+    width: Annotated[int, typer.Option(help="Hidden units.")] = 2048,
     pattern: Annotated[
         str, typer.Option(help="barabasi_albert, watts_strogatz, random, block_diagonal or dense.")
     ] = "barabasi_albert",
-    m: Annotated[str, typer.Option(help="Ties of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
+    m: Annotated[str, typer.Option(help="Edges of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
     densities: Densities = "0.25,0.1,0.03",
-    batch: Annotated[int, typer.Option(help="Texts at once.")] = 64,
-    seq: Annotated[int, typer.Option(help="Bytes of each.")] = 64,
+    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 64,
+    seq: Annotated[int, typer.Option(help="Bytes per text.")] = 64,
     block_size: BlockSize = 32,
-    embedding: Annotated[int, typer.Option(help="Features of a byte.")] = 64,
+    embedding: Annotated[int, typer.Option(help="Features of a byte's embedding.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 by autocast.")] = "float32",
-    pass_: Annotated[str, typer.Option("--pass", help="Of train (whole steps) and inference.")] = "train,inference",
+    pass_: Annotated[
+        str, typer.Option("--pass", help="Some of train (whole steps) and inference.")
+    ] = "train,inference",
     against: Annotated[
         str, typer.Option(help="Peers: dense and torch (torch.nn.LSTM) of equal parameters, dense-wide, torch-wide.")
     ] = "dense",
     out: Out = OUT,
     how: Measured,
 ) -> None:
-    """Language models over bytes with recurrent layers: speed-up of steps and of inference, as tables, JSON and charts.
+    """Time recurrent language models over bytes: speed-up of steps and inference, as tables, JSON and charts.
 
-    Every model is checked in small against float64 first; a wrong one ends the run. Then all take turns in one process.
+    Small versions are first checked against float64; a wrong one ends the run. Then all take turns in one process.
     """
     from ..bench.lstm import LstmBench, LstmSpec
     from ..models.char_lm import CharLMConfig
@@ -183,7 +187,7 @@ def _measure(
     bound: bool = True,
     **settings: Any,
 ) -> None:
-    """Measures the specs of each group; prints a table for each, and writes one JSON file and a chart for each."""
+    """Time the specs of each group; print a table for each, and write one JSON file and a chart per group."""
     from .. import machine
     from ..bench import report
 
@@ -212,10 +216,10 @@ def _measure(
 
 
 def numbers(name: str, text: str, kind: type) -> list[Any]:
-    """Numbers with commas between.
+    """Parse numbers separated by commas.
 
     Raises:
-        BlockSparseError: something else, or none at all.
+        BlockSparseError: another text, or no number.
     """
     try:
         found = [kind(part) for part in parts(text)]
@@ -228,5 +232,5 @@ def numbers(name: str, text: str, kind: type) -> list[Any]:
 
 
 def parts(text: str) -> list[str]:
-    """Words with commas between, each once."""
+    """Split words separated by commas, without duplicates."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
