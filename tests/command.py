@@ -12,6 +12,11 @@ def run(*arguments, code=0, columns=120):
     return result
 
 
+def output(*arguments, code=0):
+    """The output of `blocksparse` with single spaces."""
+    return " ".join(run(*arguments, code=code).output.split())
+
+
 def error(*arguments):
     """The one line that a mistake ends in."""
     stderr = run(*arguments, code=1).stderr

@@ -100,8 +100,8 @@ def checkout() -> tuple[str | None, bool | None]:
     git must track the package's own files: an environment inside some other repository does not count. For a copy
     without .git, set BLOCKSPARSE_COMMIT to the commit, with a + at the end if files differ.
     """
-    if told := os.environ.get("BLOCKSPARSE_COMMIT"):
-        return told.rstrip("+"), told.endswith("+")
+    if listed := os.environ.get("BLOCKSPARSE_COMMIT"):
+        return listed.rstrip("+"), listed.endswith("+")
     if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None, None
     commit = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
@@ -141,8 +141,8 @@ def commits(machines: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
     for name, some in machines.items():
         for one in {one for facts in some if facts["commit"] for one in facts.get("codes", [code(facts)])}:
             found.setdefault(one, []).append(name)
-    told = [one if len(of) == len(machines) else f"{one} ({'; '.join(of)})" for one, of in sorted(found.items())]
-    return f"; the runs are of commits {', '.join(told)}" if len(found) > 1 else ""
+    listed = [one if len(of) == len(machines) else f"{one} ({'; '.join(of)})" for one, of in sorted(found.items())]
+    return f"; the runs are of commits {', '.join(listed)}" if len(found) > 1 else ""
 
 
 def available_memory() -> int:

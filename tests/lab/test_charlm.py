@@ -173,7 +173,7 @@ def test_internal_steps_share_blocks_or_have_their_own(layouts, count):
     assert len({module.layout for module in model.modules() if hasattr(module, "layout")}) == count
 
 
-def test_units_that_meet_inputs_and_outlet():
+def test_strided_inputs_and_outputs():
     model = CharLM(replace(CONFIG, **SMALL_WORLD, stride=4))
     assert model.recurrent.weight_input1_l0.shape == (8, CONFIG.embedding)
     text = torch.randint(256, (3, 2))
@@ -234,7 +234,7 @@ def test_options_of_other_cells(wrong):
         replace(CONFIG, **wrong)
 
 
-def test_a_layout_in_a_checkpoint_is_the_models(tmp_path):
+def test_a_checkpoint_sets_the_layout(tmp_path):
     task = CharLMTask(CharLM(CONFIG), corpus(), 4, 16)
     other = CharLM(replace(CONFIG, seed=5))
     task.model.load_state_dict(other.state_dict())

@@ -40,7 +40,7 @@ def table(tmp_path, monkeypatch):
     return experiment
 
 
-def test_runs_of_two_instruction_sets_are_no_pairs():
+def test_runs_of_two_instruction_sets_are_not_paired():
     def runs(isa, *figures):
         configs = [{"settings": {"seed": seed}, "facts": {"error": error}} for seed, error in enumerate(figures)]
         return [Run(Path(isa), config, [], {"machine": {"isa": isa}}) for config in configs]
@@ -57,7 +57,7 @@ def test_runs_of_two_instruction_sets_are_no_pairs():
     assert column.cells(dict.fromkeys(of), of)[1] == "+1.17 ± 0.29 (p 0.02)"
 
 
-def test_a_cell_says_where_it_is_not_of_all_seeds():
+def test_a_cell_names_its_seeds_if_some_are_missing():
     def runs(*figures):
         configs = [{"settings": {"seed": seed}, "facts": {"error": error}} for seed, error in enumerate(figures)]
         return [Run(Path("run"), config, [], {"machine": {"isa": "avx2"}}) for config in configs]
@@ -126,7 +126,7 @@ def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
 @pytest.mark.parametrize(
     "queue", [(), pytest.param(("--cores", "1"), marks=pytest.mark.full)], ids=["one by one", "side by side"]
 )
-def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue, at_work):
+def test_a_diverged_run_is_left_out_with_its_reason(table, tmp_path, queue, at_work):
     fixed = table.contenders["fixed"]
     wild = replace(fixed, learning_rate=1e30)
     contenders = {"dense": table.contenders["dense"], "wild": wild, "set": table.contenders["set"]}

@@ -103,7 +103,7 @@ def test_sizes_of_the_extreme_net():
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_trains_and_what_came_out(points, tmp_path):
+def test_the_output_describes_model_and_result(points, tmp_path):
     out = train(points, tmp_path / "run", "--lr", 0.05, "--epochs", 8).stdout
     model = SparseMLP([12, 40, 30, 3], epsilon=6)
     connections = sum(layer.layout.nnz for layer in model.layers)
@@ -185,7 +185,7 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(points, tmp_pat
     assert len(figures[0]) == 100
 
 
-def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
+def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
     take = mlp.ClassifyTask.rows_of
 
     def interrupting(self, step):

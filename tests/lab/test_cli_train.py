@@ -56,7 +56,7 @@ def trained(book, tmp_path_factory):
 # -- train ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_trains_and_what_came_out(book, tmp_path):
+def test_the_output_describes_model_and_result(book, tmp_path):
     out = train(book, tmp_path / "run", "--steps", 10).stdout
     config = CharLMConfig(width=64, embedding=16, pattern="barabasi_albert", m=1, block_size=8)
     assert "lstm, Barabasi-Albert with m 1 in blocks of 8, width 64" in out
@@ -127,7 +127,7 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(book, tmp_path)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(number, book, tmp_path, monkeypatch):
+def test_a_signal_saves_and_says_how_to_resume(number, book, tmp_path, monkeypatch):
     inputs = CharLMTask.inputs
 
     def interrupting(self, step):
@@ -188,26 +188,26 @@ def test_another_text_or_model_is_refused(trained, book, tmp_path):
     assert "the run's settings: model.width 64, batch 8, got model.width 72, batch 4; use a new folder" in said
 
 
-def test_a_folder_that_cannot_be_made(book, tmp_path):
+def test_an_invalid_run_folder(book, tmp_path):
     (tmp_path / "file").touch()
     assert "run: expected a folder to write to" in error("train", "charlm", "--text", book, "--out", tmp_path / "file")
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("dense", "100k"), ("barabasi_albert", "100k"), ("dense", "0.05M")])
-def test_the_width_for_so_many_parameters(pattern, count, book, tmp_path):
+def test_the_width_for_a_number_of_parameters(pattern, count, book, tmp_path):
     arguments = ["--pattern", pattern, "--params", count, "--m", 1, "--block-size", 8, "--batch", 4, "--seq", 8]
     run("train", "charlm", "--text", book, "--out", tmp_path, *arguments, "--steps", 1, "--eval-bytes", 100)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["parameters"] == pytest.approx(parse_count(count), rel=0.1)
 
 
-def test_the_width_for_so_many_parameters_of_a_projected_lstm(book, tmp_path):
+def test_the_width_of_a_projected_lstm(book, tmp_path):
     arguments = ["--projection", 16, "--params", "60k", "--batch", 4, "--seq", 8, "--steps", 1, "--eval-bytes", 100]
     run("train", "charlm", "--text", book, "--out", tmp_path, *arguments)
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == pytest.approx(60_000, rel=0.1)
 
 
-def test_the_width_for_so_many_parameters_and_a_stride_that_1024_is_no_multiple_of(book, tmp_path):
+def test_the_width_with_a_stride(book, tmp_path):
     arguments = ["--cell", "smallworld", "--stride", 3, "--params", "100k", "--batch", 4, "--seq", 8, "--steps", 1]
     run("train", "charlm", "--text", book, "--out", tmp_path, *arguments, "--eval-bytes", 100)
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == pytest.approx(100_000, rel=0.1)
@@ -270,7 +270,7 @@ def test_runs_on_different_texts_do_not_compare(trained, tmp_path):
     assert "these runs have different data" in " ".join(run("compare", trained / "dense", tmp_path).stdout.split())
 
 
-def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_path):
+def test_unfinished_runs_are_compared(trained, tmp_path):
     for name in ("config.json", "log.jsonl"):
         (tmp_path / name).write_bytes((trained / "dense" / name).read_bytes())
     with open(tmp_path / "log.jsonl", "r+b") as log:
@@ -281,7 +281,7 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_pa
     assert json.loads((tmp_path / "c.json").read_text())["runs"][0]["held_out"] is None
 
 
-def test_options_that_a_pattern_does_not_look_at_set_no_runs_apart(trained):
+def test_ignored_options_do_not_distinguish_runs(trained):
     dense, sparse = (compare.read(trained / name) for name in ("dense", "sparse0"))
     other = compare.read(trained / "dense")
     other.config["task"]["model"] |= {"m": 5, "depth": 2, "seed": 9}
@@ -315,7 +315,7 @@ def test_means_leave_out_runs_that_are_behind_and_copies(trained, tmp_path):
     assert "leave out" not in run("compare", *whole).stdout
 
 
-def test_a_run_beside_itself_is_refused(trained):
+def test_a_run_is_not_compared_with_itself(trained):
     said = error("compare", trained / "dense", trained / "sparse0" / ".." / "dense")
     assert "runs: expected each once" in said
 
@@ -325,7 +325,7 @@ def test_a_short_run_has_points_for_a_curve(book, tmp_path):
     assert [point["step"] for point in compare.read(tmp_path / "run").evaluations] == list(range(2, 21, 2))
 
 
-def test_a_finished_run_goes_on_with_more_steps(book, tmp_path):
+def test_a_finished_run_is_extended_by_more_steps(book, tmp_path):
     train(book, tmp_path / "run", "--steps", 5)
     train(book, tmp_path / "run", "--steps", 8)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 8

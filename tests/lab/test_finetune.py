@@ -9,11 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from blocksparse import BlockSparseError
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.data import reviews
 from blocksparse_lab.data import text as texts
 from blocksparse_lab.data.reviews import Labelled, Splits, encode
@@ -24,6 +22,7 @@ from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifie
 from blocksparse_lab.recipes import charlm, finetune
 from blocksparse_lab.recipes.finetune import FinetuneSettings, TextRows
 from blocksparse_lab.recipes.text_features import digest
+from command import output
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
@@ -76,7 +75,7 @@ def test_scores_are_those_of_a_text_alone_byte_after_byte(config):
     assert not any("reader.outlet" in name for name, _ in model.named_parameters())
 
 
-def test_what_stands_after_a_text_has_no_gradient():
+def test_padding_has_no_gradient():
     model = TextClassifier(TextClassifierConfig(width=8, embedding=4, dropout=0)).double()
     text = batch(["a", "aaaaaaaaaa"])
     model(text)[0].sum().backward()
@@ -102,7 +101,7 @@ def test_the_last_bytes_of_each_text_are_read():
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_it_learns_and_is_found_again(tmp_path, config):
+def test_it_learns_and_loads_again(tmp_path, config):
     trainer = finetune.trainer(CharLM(config), splits(), tmp_path, QUICK)
     trainer.train()
     assert trainer.held_out == 0
@@ -118,7 +117,7 @@ def test_it_learns_and_is_found_again(tmp_path, config):
     assert torch.equal(again(text), model(text))
 
 
-def test_what_a_recipe_asks_for(tmp_path):
+def test_settings_reach_model_trainer_and_task(tmp_path):
     recipe = replace(QUICK, dropout=0.25, dtype="bfloat16", batch=4, seed=7)
     trainer = finetune.trainer(CharLM(SPARSE).double(), splits(), tmp_path, recipe)
     model, settings, task = trainer.model, trainer.settings, trainer.task
@@ -134,7 +133,7 @@ def test_what_a_recipe_asks_for(tmp_path):
     assert not torch.equal(model.outlet.weight, outlets[1])
 
 
-def test_a_run_goes_on_only_with_the_same_texts():
+def test_the_data_digest_depends_on_all_texts():
     def changed(part):
         other = splits()
         getattr(other, part).labels[0] ^= 1
@@ -159,43 +158,37 @@ def test_a_run_resumes_only_with_the_same_language_model(tmp_path):
         trainers[1].train()
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
-
-
 def test_the_command(tmp_path):
     train = opinions(80)
     rows = [f'"{text}",{label}' for text, label in zip(train.texts, train.labels, strict=True)]
     (tmp_path / "opinions.csv").write_text("\n".join(["text,label", *rows]))
     text = ["--data", "python", "--width", "32", "--embedding", "8", "--steps", "3", "--batch", "4", "--seq", "16"]
-    run("train", "charlm", "--out", tmp_path / "model", *text)
+    output("train", "charlm", "--out", tmp_path / "model", *text)
     command = ["train", "sentiment", "--model", tmp_path / "model", "--data", tmp_path / "opinions.csv"]
     command += ["--epochs", "1", "--batch", "8", "--longest", "30"]
-    said = run(*command, "--out", tmp_path / "run")
+    said = output(*command, "--out", tmp_path / "run")
     assert "lstm, dense, width 32" in said
     assert "opinions.csv, 0 or 1: 64 texts to train on, 8 to choose with, 8 to test" in said
     assert re.search(r"test error \d+\.\d\d % of 8 texts", said)
-    assert "this run is finished" in run(*command, "--out", tmp_path / "run")
-    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20", "--seed", "3")
+    assert "this run is finished" in output(*command, "--out", tmp_path / "run")
+    limited = output(*command, "--out", tmp_path / "quick", "--limit", "20", "--seed", "3")
     assert "20 texts to train on, 8 to choose with, 8 to test" in limited
     same = reviews.load(tmp_path / "opinions.csv", seed=3).limited(20, 3)
     config = json.loads((tmp_path / "quick" / "config.json").read_text())
     assert config["task"]["data"] == TextRows(same, 30).digest()
     assert config["settings"]["seed"] == 3
-    run("train", "charlm", "--out", tmp_path / "other", *text, "--seed", "1")
+    output("train", "charlm", "--out", tmp_path / "other", *text, "--seed", "1")
     command[3] = tmp_path / "other"
-    said = run(*command, "--out", tmp_path / "run", code=1)
+    said = output(*command, "--out", tmp_path / "run", code=1)
     assert re.search(r"begun_with \w{16}, got .*begun_with \w{16}", said)
-    assert "seed: expected an int, 0 or more and below 4294967296, got -1" in run(
+    assert "seed: expected an int, 0 or more and below 4294967296, got -1" in output(
         *command, "--out", tmp_path / "none", "--seed", "-1", code=1
     )
-    run(
+    output(
         "sparsify", tmp_path / "model", "--out", tmp_path / "pruned", "--density", "0.5", "--block-size", "8", "--force"
     )
     command[3] = tmp_path / "pruned"
-    assert "lstm, dense, made sparse, width 32" in run(*command, "--out", tmp_path / "of pruned")
+    assert "lstm, dense, made sparse, width 32" in output(*command, "--out", tmp_path / "of pruned")
     # A language model cannot be loaded as a classifier, nor the reverse.
     with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got classify"):
         charlm.load(tmp_path / "run")
@@ -210,8 +203,8 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path):
     (tmp_path / "[i].csv").write_text("\n".join(["text,label", *rows]))
     model = tmp_path / "[bold]"
     text = ["--data", "python", "--width", "32", "--embedding", "8", "--steps", "1", "--batch", "4", "--seq", "16"]
-    run("train", "charlm", "--out", model, *text)
-    said = run(
+    output("train", "charlm", "--out", model, *text)
+    said = output(
         "train",
         "sentiment",
         "--model",
@@ -225,7 +218,7 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path):
     )
     assert "[bold]" in said
     assert "[i].csv, [/b] or [red]:" in said
-    assert "[i].csv: [/b] or [red]" in run("sentiment", model, "--data", tmp_path / "[i].csv")
+    assert "[i].csv: [/b] or [red]" in output("sentiment", model, "--data", tmp_path / "[i].csv")
 
 
 @pytest.fixture
@@ -290,7 +283,7 @@ def test_the_experiment(tmp_path, beginnings):
     assert text.count("| test error, against dense | +0.00 ± 0.00 |") == 1
 
 
-def test_runs_without_a_test_are_missing_and_those_that_cannot_begin_are_left_out(tmp_path, beginnings):
+def test_missing_and_left_out_runs(tmp_path, beginnings):
     small, of = beginnings
     runs = tmp_path / "imdb-finetuned"
     for trainer in small.trainers(tmp_path / "imdb-long", only=["dense"], seeds=[0]):

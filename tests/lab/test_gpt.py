@@ -7,12 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
 from blocksparse_lab.experiments.transformers import TransformerContender, TransformerExperiment
 from blocksparse_lab.models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
@@ -22,6 +20,7 @@ from blocksparse_lab.recipes.layouts import distances, read
 from blocksparse_lab.recipes.prune import Pruning
 from blocksparse_lab.training import compare
 from blocksparse_lab.training.running_means import sync_means
+from command import output, run
 
 DENSE = GPTConfig(width=32, layers=2, heads=2, context=16)
 SPARSE = replace(DENSE, density=0.3, block_size=8)
@@ -98,13 +97,13 @@ WRONG = [{"width": 0}, {"heads": 3}, {"density": 1.5}, {"density": 0.5, "block_s
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, {"method": "x"}, {"seed": -1}])
-def test_configurations_that_cannot_be(wrong):
+def test_invalid_configurations(wrong):
     with pytest.raises(BlockSparseError, match="expected"):
         replace(DENSE, **wrong)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(3, 2), None, torch.zeros(17, 2, dtype=torch.long)])
-def test_what_is_no_text(wrong):
+def test_invalid_texts(wrong):
     with pytest.raises(BlockSparseError, match="text: expected"):
         GPT(DENSE)(wrong)
 
@@ -232,24 +231,18 @@ def test_samples_see_the_last_bytes():
 # -- commands ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments):
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_from_a_text_to_a_sample(tmp_path):
     sizes = ["--width", 32, "--layers", 1, "--seq", 16, "--batch", 4, "--steps", 2]
     sparse = ["--density", 0.5, "--block-size", 8, "--method", "rigl"]
     for name, options in (("run", sparse), ("other", ["--density", 0.4, *sparse[2:]]), ("dense", [])):
-        said = invoke("train", "gpt", "--data", "python", "--out", tmp_path / name, *sizes, *options)
+        said = output("train", "gpt", "--data", "python", "--out", tmp_path / name, *sizes, *options)
         assert "1 layer of width 32" in said
     runs = [tmp_path / name for name in ("run", "other", "dense")]
     assert len(compare.groups([compare.read(run) for run in runs])) == 3
-    assert "density" in invoke("compare", *runs)
-    invoke("compare", *runs, "--topology")
-    assert len(invoke("sample", tmp_path / "run", "--prompt", "The ", "--length", 5)) >= 5
-    invoke("sparsify", tmp_path / "run", "--out", tmp_path / "sparse", "--density", 0.5, "--force")
+    assert "density" in output("compare", *runs)
+    output("compare", *runs, "--topology")
+    assert len(run("sample", tmp_path / "run", "--prompt", "The ", "--length", 5).output) >= 5
+    output("sparsify", tmp_path / "run", "--out", tmp_path / "sparse", "--density", 0.5, "--force")
     assert isinstance(language_model.load(tmp_path / "sparse"), GPT)
 
 
@@ -267,7 +260,7 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
         seeds=(0,),
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
-    invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    output("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     found = experiments.load(tmp_path / "tiny.json").runs
     assert set(found) == set(experiment.contenders)
     table = (tmp_path / "tiny.md").read_text()

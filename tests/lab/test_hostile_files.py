@@ -112,7 +112,7 @@ def test_an_archive_is_unpacked_up_to_the_limit(tmp_path, a_mebibyte, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
-def test_an_archive_has_so_many_files_at_most(tmp_path, monkeypatch, kind):
+def test_an_archive_has_a_limit_of_files(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(files, "MAX_MEMBERS", 2)
     content = dict.fromkeys("abc", b"")
     data = formats.zipped(content) if kind == "zip" else formats.tarred(*map(formats.entry, content))
@@ -121,13 +121,13 @@ def test_an_archive_has_so_many_files_at_most(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("given", ["some", "0", "-1", "nan", "inf"])
-def test_a_limit_that_is_none(monkeypatch, given):
+def test_invalid_limits(monkeypatch, given):
     monkeypatch.setenv("BLOCKSPARSE_MAX_UNPACKED", given)
     with refused("BLOCKSPARSE_MAX_UNPACKED: expected a positive number of GiB"):
         files.most_unpacked(1)
 
 
-def test_the_limit_lets_the_published_sets_through():
+def test_published_data_sets_are_below_the_limit():
     # Packed and unpacked bytes of HIGGS.csv.gz, aclImdb, CIFAR-10 and enwik8.
     for packed, size in (
         (2_816_407_858, 8_035_497_980),
@@ -159,7 +159,7 @@ def test_members_that_cannot_be_written_are_a_broken_archive(tmp_path, name):
         files.unpack(write(tmp_path / "set.tar.gz", formats.TARS[name]), tmp_path / "out")
 
 
-def test_a_corrupt_archive_is_told_by_the_download(tmp_path, monkeypatch):
+def test_a_download_reports_a_corrupt_archive(tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKSPARSE_DATA", str(tmp_path))
     monkeypatch.setattr(
         download, "_download", lambda url, hash_, path, progress: path.write_bytes(formats.ZIPS["a corrupt block"])
@@ -183,7 +183,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_what_is_no_file_is_refused_at_once(tmp_path, read):
+def test_paths_that_are_not_files(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")  # opening it would block
     for path in (
         tmp_path / "pipe",
@@ -200,7 +200,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, read):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read all files")
-def test_a_file_that_may_not_be_read(tmp_path):
+def test_an_unreadable_file(tmp_path):
     path = write(tmp_path / "a", b"some")
     path.chmod(0)
     with refused("Permission denied"):
@@ -208,7 +208,7 @@ def test_a_file_that_may_not_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["a" * 5000, "a\0b", 3, ["a"]])
-def test_folders_that_are_none(folder):
+def test_invalid_folders(folder):
     calls = [
         lambda: tables.load("cifar10", folder),
         lambda: tables.load("fashion_mnist", folder),
@@ -224,13 +224,13 @@ def test_folders_that_are_none(folder):
             call()
 
 
-def test_names_that_are_none(tmp_path):
+def test_invalid_names(tmp_path):
     for call in (lambda: tables.load(3), lambda: reviews.load([1]), lambda: corpora.load(["a"], tmp_path)):
         with refused("expected"):
             call()
 
 
-def test_a_cache_of_a_user_who_is_not_there(monkeypatch):
+def test_the_cache_of_an_unknown_user(monkeypatch):
     monkeypatch.setenv("BLOCKSPARSE_DATA", "~no-such-user/data")
     assert download.cache().name == "data"
 
@@ -259,14 +259,14 @@ def test_a_label_with_an_underscore_is_a_word(tmp_path):
     ],
     ids=["a line", "a row of many lines", "empty lines"],
 )
-def test_lines_and_rows_have_a_length(tmp_path, monkeypatch, content, message):
+def test_lines_and_rows_have_a_limit_of_length(tmp_path, monkeypatch, content, message):
     monkeypatch.setattr(files, "MAX_IN_A_LINE", 1000)
     monkeypatch.setattr(files, "MAX_EMPTY", 100)
     with refused(rf"a\.csv.*{message}"):
         csv_table.read(write(tmp_path / "a.csv", content))
 
 
-def test_what_looks_like_a_regression(tmp_path):
+def test_targets_of_a_regression_are_refused(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("x,target\n" + "".join(f"1,{i}.5\n" for i in range(40)))
     with refused(r"a\.csv, column target: expected labels of classes.*, got 40 different numbers in 40 rows, which"):
@@ -312,7 +312,7 @@ LONG = ("millions of lists", "marks in marks", "lists in lists", "a nested key")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name == LONG[0] else ()) for name in formats.PICKLES]
 )
-def test_a_pickle_does_what_it_says_or_nothing(tmp_path, name):
+def test_pickles_load_as_plain_data_or_are_refused(tmp_path, name):
     path = write(tmp_path / "a", formats.PICKLES[name])
     if name in HARMLESS:
         pickles.read(path, "file", "a pickle")
@@ -321,7 +321,7 @@ def test_a_pickle_does_what_it_says_or_nothing(tmp_path, name):
             pickles.read(path, "file", "a pickle")
 
 
-def test_a_pickle_has_so_many_steps(tmp_path, monkeypatch):
+def test_a_pickle_has_a_limit_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(pickles, "MAX_STEPS", 100)
     path = write(tmp_path / "a", pickle.dumps(list(range(50))))
     assert pickles.read(path, "file", "a pickle") == list(range(50))
@@ -351,7 +351,7 @@ def write_planetoid(folder, **changed):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in formats.ALLX]
 )
-def test_words_that_are_broken(tmp_path, name):
+def test_broken_feature_files(tmp_path, name):
     write_planetoid(tmp_path, allx=formats.ALLX[name])
     with refused(
         r"expected (a pickle of planetoid|the parts of cora, which fit each other|.* GiB unpacked at most), got"
@@ -359,7 +359,7 @@ def test_words_that_are_broken(tmp_path, name):
         planetoid.load("cora", tmp_path)
 
 
-def test_words_that_are_whole(tmp_path):
+def test_valid_feature_files(tmp_path):
     write_planetoid(tmp_path)
     graph = planetoid.load("cora", tmp_path)
     assert graph.features.nonzero().tolist() == [[0, 0], [1, 4], [2, 2], [3, 1]]
@@ -370,14 +370,14 @@ def test_words_that_are_whole(tmp_path):
 @pytest.mark.parametrize(
     "name", ["a node far outside", "a node below 0", "no node", "words for nodes", "lists of lists"]
 )
-def test_graphs_that_are_broken(tmp_path, name):
+def test_broken_graphs(tmp_path, name):
     write_planetoid(tmp_path, graph=formats.GRAPHS[name])
     with refused("expected the parts of cora, which fit each other, got (edges of node|a graph that is no dict)"):
         planetoid.load("cora", tmp_path)
 
 
 @pytest.mark.parametrize("name", formats.INDICES)
-def test_numbers_of_nodes_that_are_broken(tmp_path, name):
+def test_broken_node_indices(tmp_path, name):
     (tmp_path / "planetoid").mkdir()
     write_planetoid(tmp_path / "planetoid")
     (tmp_path / "planetoid" / "ind.cora.test.index").write_bytes(formats.INDICES[name])

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models import logistic_mixture
 from blocksparse_lab.recipes import pixelcnn
 from blocksparse_lab.recipes.pixelcnn import PixelCNNConfig, PixelCNNSettings
 from blocksparse_lab.training.run_log import read
+from command import output
 from targets import pixelcnn as pixelcnn_bench
 from test_data_tables import write_cifar10
 
@@ -128,35 +127,29 @@ def test_grid():
 # -- the commands ----------------------------------------------------------------------------------------------------
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
-
-
 def test_the_commands(tmp_path):
     write_cifar10(tmp_path)
     out = tmp_path / "run"
     command = ["train", "pixelcnn", "--data", "cifar10", "--data-dir", tmp_path, "--out", out, "--filters", 4]
     command += ["--mixtures", 1, "--sparse", 2, "--steps", 2, "--batch", 2, "--eval-images", 2]
-    said = run(*command)
+    said = output(*command)
     assert "PixelCNN++, 2 groups of channels, 4 filters, 1 deep" in said
     assert "bits per dimension of 2 images after 2 steps" in said
-    assert "this run is finished" in run(*command)
+    assert "this run is finished" in output(*command)
     picture = tmp_path / "samples.png"
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:  # drawing 1,024 pixels would take long
         patch.setattr(
             pixelcnn, "sample", lambda model, count, *_, **__: torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
         )
-        assert "4 images of 32 x 32" in run("sample", out, "--count", 4, "--out", picture)
+        assert "4 images of 32 x 32" in output("sample", out, "--count", 4, "--out", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "out: expected a PNG file to write" in run("sample", out, "--out", tmp_path / "none" / "x.png", code=1)
+    assert "out: expected a PNG file to write" in output("sample", out, "--out", tmp_path / "none" / "x.png", code=1)
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(b"broken")
-    assert "data_batch_3: expected a batch of CIFAR-10" in run(*command, code=1)
+    assert "data_batch_3: expected a batch of CIFAR-10" in output(*command, code=1)
     (tmp_path / "cifar-10-batches-py" / "test_batch").unlink()
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
-    assert "data_batch_3" in run(*command, code=1)
+    assert "data_batch_3" in output(*command, code=1)
 
 
 @pytest.mark.full

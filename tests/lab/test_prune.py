@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.experiments import inference, pruned, pruning
@@ -20,6 +18,7 @@ from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
 from blocksparse_lab.recipes.prune import FIXED, METHODS, PruneTask, Pruning, load_finished
 from blocksparse_lab.training.trainer import Settings, Trainer
+from command import output
 from test_data_tables import write_points
 from test_trainer import Killed, assert_same
 
@@ -71,7 +70,7 @@ def outputs(task):
         return task.model(torch.linspace(-2, 2, 200).view(10, 20))
 
 
-def test_fixed_blocks_are_drawn_for_each_seed_and_as_large_as_their_inputs_want():
+def test_fixed_blocks_depend_on_the_seed_and_scale_with_their_inputs():
     layouts = {}
     for seed in (0, 1):
         task = inner("mlp")
@@ -117,7 +116,7 @@ def test_a_run_ends_truly_sparse(kind, case, search, tmp_path):
 
 @pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.full), 12, pytest.param(15, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
+def test_a_stopped_run_ends_with_the_same_bits(case, at, tmp_path):
     kind = "lstm" if case in ("l0", "gradual") else "mlp"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer(kind, case, whole, save_every=at).train()
@@ -173,7 +172,7 @@ def test_gates_have_a_rate_of_their_own(tmp_path):
     assert any("log_alpha" in name for name in checkpoint.load(run.path)[0] if name.startswith("optimizer."))
 
 
-def test_dense_runs_are_left_as_they_are(tmp_path):
+def test_dense_runs_stay_dense(tmp_path):
     task = inner("mlp")
     run = Trainer(task, tmp_path, SETTINGS)
     run.train()
@@ -181,7 +180,7 @@ def test_dense_runs_are_left_as_they_are(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), task.model.parameters(), strict=True))
 
 
-def test_only_what_has_an_effect_is_told():
+def test_only_effective_settings_are_described():
     assert "density" not in Pruning("l0", strength=1.0).about()
     assert Pruning("l0", 0.5, strength=1.0).about()["density"] == 0.5
     assert "density" not in Pruning("threshold", 0.5, strength=1.0).about()
@@ -225,12 +224,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(inference, "SECONDS", 0.02)
 
 
-def invoke(*arguments):
-    done = CliRunner().invoke(app, list(map(str, arguments)))
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def table_of(markdown):
     lines = [line for line in markdown.split("\n\n")[3].splitlines() if not line.startswith("|---")]
     head, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -259,11 +252,11 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     runs, out = tmp_path / "runs", tmp_path / "out"
     # Without the dense run, nothing is compared.
-    invoke("experiment", "tiny", "--runs", runs, "--out", out, "--only", "gradual", "--seed", 0)
+    output("experiment", "tiny", "--runs", runs, "--out", out, "--only", "gradual", "--seed", 0)
     assert list(table_of((out / "tiny.md").read_text())) == ["gradual"]
     assert "times as fast" not in (out / "tiny.md").read_text()
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    said = invoke("experiment", "tiny", "--runs", runs, "--out", out)
+    said = output("experiment", "tiny", "--runs", runs, "--out", out)
     assert said.count("this run is finished") == 1
     table, found = table_of((out / "tiny.md").read_text()), experiments.load(out / "tiny.json").runs
     assert list(table) == list(found) == ["dense", "dense x2", "gradual", "l0"]
@@ -303,7 +296,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert {name for name, cell in milliseconds.items() if cell == "-"} == {"gradual"}
 
 
-def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
+def test_a_method_that_leaves_nothing_is_reported(points, quick, monkeypatch, tmp_path):
     small = {"block_size": 4, "skip": ("layers.2",)}
     experiment = pruned.ClassifierPruning(
         about="Tiny nets",
@@ -315,7 +308,7 @@ def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     for _ in range(2):
-        invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+        output("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     markdown = (tmp_path / "tiny.md").read_text()
     assert list(table_of(markdown)) == ["dense"]
     assert "| group lasso-0 | layers.0.weight would keep no block: use a lower strength" in markdown
@@ -333,7 +326,7 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
         contenders={"dense": pruning.Dense(), "half": Pruning("gradual", 0.5, **columns)},
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
-    invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    output("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     table = table_of((tmp_path / "tiny.md").read_text())
     assert {name: row["inputs used"] for name, row in table.items()} == {"dense": "all", "half": "4"}
 
@@ -364,7 +357,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     with pytest.raises(BlockSparseError, match="threshold: expected the finished dense run of this seed"):
         list(experiment.trainers(tmp_path / "runs" / "tiny", only=["threshold"]))
-    invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    output("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     table, found = (
         table_of((tmp_path / "tiny.md").read_text()),
         experiments.load(tmp_path / "tiny.json").runs,

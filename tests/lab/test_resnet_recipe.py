@@ -8,17 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models.resnet import ResNet
 from blocksparse_lab.recipes import resnet
 from blocksparse_lab.recipes.resnet import ImageRows, ResNetSettings, augment
 from blocksparse_lab.recipes.shifts import all_shifts, consistency
+from command import output
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -76,7 +75,7 @@ def test_images_are_moved_and_mirrored():
 # -- consistency ----------------------------------------------------------------------------------------------------
 
 
-def test_all_shifts_are_there():
+def test_all_shifts_are_unique():
     image = torch.randn(2, 3, 4)
     found = {tuple(shift.flatten().tolist()) for shift in all_shifts(image)}
     assert found == {tuple(image.roll((i, j), (1, 2)).flatten().tolist()) for i in range(3) for j in range(4)}
@@ -120,7 +119,7 @@ def test_it_learns(recipe, tmp_path):
         assert shifted.difference < 1e-4
 
 
-def test_seeds_tell_runs_apart(tmp_path):
+def test_seeds_distinguish_runs(tmp_path):
     data = draw()
     one, same, other = (resnet.trainer(replace(SMALL, seed=seed), data, tmp_path).task for seed in (0, 0, 1))
     assert torch.equal(one.take(5)[0], same.take(5)[0])
@@ -131,24 +130,18 @@ def test_seeds_tell_runs_apart(tmp_path):
 # -- the command, the experiment ------------------------------------------------------------------------------------
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
-
-
 def test_the_command(tmp_path):
     write_cifar10(tmp_path)
     out = tmp_path / "run"
     command = ["train", "resnet", "--data", "cifar10", "--data-dir", tmp_path, "--out", out, "--downsample", "aps"]
     command += ["--width", "4", "--blocks", "1,1", "--epochs", "1", "--batch", "10", "--density", "0.5"]
     command += ["--block-size", "2", "--shifted", "1"]
-    said = run(*command)
+    said = output(*command)
     assert "resnet, aps, 4-8 channels, density 0.5 in blocks of 2" in said
     assert "consistency 100.00 % over all pairs of 1,024 circular shifts, 1 test image" in said
-    assert "this run is finished" in run(*command)
+    assert "this run is finished" in output(*command)
     command = [*command[:-1], "1000000", "--out", tmp_path / "none"]  # raised before training
-    assert "shifted: expected an int from 1 to the images to test on" in run(*command, code=1)
+    assert "shifted: expected an int from 1 to the images to test on" in output(*command, code=1)
     assert not (tmp_path / "none").exists()
 
 

@@ -111,7 +111,7 @@ def test_features_depend_on_no_other_text():
     np.testing.assert_allclose(among[:5], found[:5], atol=1e-6)
 
 
-def test_no_byte_is_read_that_is_no_text():
+def test_no_padding_is_read():
     model, texts = Bytes(), words(30)
     seen = []
     sentiment.features(model, texts, batch=16, chunk=20, progress=lambda *at: seen.append(at))
@@ -122,7 +122,7 @@ def test_no_byte_is_read_that_is_no_text():
     assert seen == sorted(seen)
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     model = Bytes()
     sentiment.features(model, ["a"])
     assert model.training
@@ -131,7 +131,7 @@ def test_the_model_is_left_as_it_was():
     assert not model.training
 
 
-def test_features_that_cannot_be():
+def test_invalid_features():
     model = Bytes()
     with pytest.raises(BlockSparseError, match="texts: expected one or more, got none"):
         sentiment.features(model, [])
@@ -181,7 +181,7 @@ def test_the_probe_finds_the_unit_that_tells_the_classes_apart():
     assert np.array_equal(again.coefficients, found.coefficients)
 
 
-def test_the_test_part_has_no_say():
+def test_the_test_part_does_not_affect_the_probe():
     parts, labels = separable(noise=0.8)
     found = sentiment.probe(parts, labels)
     other = sentiment.probe([*parts[:2], parts[2][::-1]], labels)
@@ -200,7 +200,7 @@ def test_the_test_part_has_no_say():
         ([1, 5, 5, 5], [0, 0, 1, 1], (3, 1)),
     ],
 )
-def test_thresholds_are_right_most_often(values, labels, expected):
+def test_thresholds_minimise_errors(values, labels, expected):
     threshold, above = sentiment._threshold(np.array(values, dtype=np.float32), np.array(labels))
     right = np.mean(np.where(np.array(values) > threshold, above, 1 - above) == labels)
     best = np.mean(np.where(np.array(values) > expected[0], expected[1], 1 - expected[1]) == labels)
@@ -208,7 +208,7 @@ def test_thresholds_are_right_most_often(values, labels, expected):
     assert (threshold, above) == expected
 
 
-def test_thresholds_against_all_there_are():
+def test_thresholds_against_brute_force():
     rng = np.random.default_rng(1)
     for _ in range(50):
         values, labels = rng.integers(0, 8, 20).astype(np.float32), rng.integers(0, 2, 20)
@@ -235,7 +235,7 @@ def test_the_baseline_reads_words():
 # -- what is kept --------------------------------------------------------------------------------------------------
 
 
-def test_features_are_kept_by_checkpoint_and_text(tmp_path):
+def test_features_are_cached_by_checkpoint_and_text(tmp_path):
     checkpoint = tmp_path / "last.safetensors"
     checkpoint.write_bytes(b"weights")
     cache = sentiment.CachedFeatures(checkpoint)
@@ -257,7 +257,7 @@ def test_features_are_kept_by_checkpoint_and_text(tmp_path):
     assert {path.name for path in tmp_path.glob("features/*")} == {later.path(["a", "b"]).name, "best-1-2.safetensors"}
 
 
-def test_kept_features_that_are_broken_are_made_again(tmp_path):
+def test_broken_cached_features_are_computed_again(tmp_path):
     (tmp_path / "last.safetensors").write_bytes(b"weights")
     cache = sentiment.CachedFeatures(tmp_path / "last.safetensors")
     cache.save(["a"], {"cell": np.ones((1, 3), dtype=np.float32)})
@@ -268,7 +268,7 @@ def test_kept_features_that_are_broken_are_made_again(tmp_path):
     assert cache.load(["a"]) is None
 
 
-def test_features_that_cannot_be_kept_are_no_error(tmp_path):
+def test_a_failing_cache_is_not_an_error(tmp_path):
     (tmp_path / "last.safetensors").write_bytes(b"weights")
     (tmp_path / "features").touch()
     cache = sentiment.CachedFeatures(tmp_path / "last.safetensors")
@@ -356,14 +356,14 @@ def test_standardized_by_the_training_part_alone():
     np.testing.assert_allclose(others[0], expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_limit_is_said(run, tmp_path):
+def test_a_limit_is_reported(run, tmp_path):
     said = call("run", "--data", "films.csv", "--limit", "20")
     assert "20 texts to fit, 12 to choose with, 12 to test" in said.stdout
     assert "a quick test of 44 of 120 texts (--limit)" in said.stdout
     assert (tmp_path / "run" / "sentiment-films-limit20.json").exists()
 
 
-def test_a_probe_that_uses_nothing_says_so(run, tmp_path, monkeypatch):
+def test_a_probe_without_features_is_reported(run, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sentiment, "features", lambda model, texts, **_: {"cell": np.zeros((len(texts), 4), np.float32)}
     )

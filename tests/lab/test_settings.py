@@ -34,7 +34,7 @@ def test_the_learning_rate():
         ({"seed": -1}, "seed: expected"),
     ],
 )
-def test_settings_that_will_not_do(changes, message):
+def test_invalid_settings(changes, message):
     with pytest.raises(BlockSparseError) as error:
         replace(Settings(steps=24), **changes)
     assert message in str(error.value)

@@ -67,7 +67,7 @@ def resnet_run(folder, **changes):
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("pattern", ["dense", "random"])
-def test_a_language_model_comes_back_as_it_was(cell, pattern, tmp_path):
+def test_a_language_model_is_loaded_unchanged(cell, pattern, tmp_path):
     config = CharLMConfig(cell=cell, width=16, embedding=8, layers=2, pattern=pattern, block_size=8, density=0.5)
     model = CharLM(config)
     loaded = charlm.load(saved(tmp_path / "run", model, {"kind": "charlm", "model": vars(config)}))
@@ -87,7 +87,7 @@ def test_a_language_model_comes_back_as_it_was(cell, pattern, tmp_path):
     ],
     ids=["charlm", "pixelcnn", "resnet"],
 )
-def test_a_configuration_that_its_tensors_do_not_have(made, load, names, value, tmp_path):
+def test_a_configuration_that_contradicts_the_tensors(made, load, names, value, tmp_path):
     started = time.monotonic()
     for name in names:
         # Changes that keep the parameters, or are equivalent, load.
@@ -101,7 +101,7 @@ def test_a_configuration_that_its_tensors_do_not_have(made, load, names, value, 
 
 
 @pytest.mark.parametrize("task", [None, 7, "charlm", [], {"kind": "charlm"}, {"kind": "charlm", "model": [1]}, DEEP])
-def test_what_is_no_description_of_a_task(task, tmp_path):
+def test_invalid_task_descriptions(task, tmp_path):
     run = saved(tmp_path / "run", torch.nn.Linear(2, 2), task)
     for load in (charlm.load, pixelcnn.load, resnet.load, layouts.read, sparsify.open_model):
         with pytest.raises(BlockSparseError):
@@ -112,7 +112,7 @@ def test_what_is_no_description_of_a_task(task, tmp_path):
 
 
 @pytest.mark.parametrize("shape", [None, 8, [1, 8], [1, "8", 8], [1, 10**6, 8], [1, 8, None], [10**9, 8, 8]])
-def test_images_of_no_size(shape, tmp_path):
+def test_invalid_image_shapes(shape, tmp_path):
     with pytest.raises(BlockSparseError):
         pixelcnn.load(pixelcnn_run(tmp_path / "run", {"shape": shape}))
 
@@ -131,7 +131,7 @@ def mlp_data():
     return Synthetic(features=30, rows=16, tested=4)
 
 
-def test_a_run_has_a_config_too_and_is_no_folder_of_transformers(tmp_path):
+def test_a_run_with_a_config_is_not_read_as_a_transformers_folder(tmp_path):
     run = charlm_run(tmp_path / "run")
     (run / "config.json").write_text("{}")
     assert isinstance(sparsify.open_model(run).model, CharLM)
@@ -160,13 +160,13 @@ def test_a_config_of_other_types(key, value, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\0"], ids=lambda text: repr(text[:3]))
-def test_files_that_are_no_json(text, tmp_path):
+def test_files_that_are_not_json(text, tmp_path):
     assert "config.json: expected" in error("compare", compared(tmp_path / "run", text))
     assert "result.json: expected" in error("compare", compared(tmp_path / "run", result=text))
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:8])
-def test_facts_and_lines_that_are_unknown(value, tmp_path):
+def test_unknown_facts_and_log_lines(value, tmp_path):
     model = {"method": value, "sizes": value, "cell": value, "pattern": value, "width": value}
     facts = {"parameters": value, "multiply_adds_per_byte": value, "epochs": value}
     config = RUN | {"task": {"model": model}, "facts": facts, "unit": "[/bold] nats"}
@@ -253,7 +253,7 @@ def test_a_tensor_that_does_not_fit_is_named(name, tensor, message, stopped):
 
 @pytest.mark.parametrize("key", ["step", "seconds", "logged", "held_out", "codes", "settings", "task"])
 @pytest.mark.parametrize("value", ["7", -1, [], [1, None], DEEP, 10**9, float("nan"), ...], ids=lambda x: str(x)[:8])
-def test_a_checkpoint_that_does_not_say_where_it_stood(key, value, stopped):
+def test_a_checkpoint_without_progress(key, value, stopped):
     path = stopped / "last.safetensors"
     tensors, about = checkpoint.load(path)
     about[key] = value
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_does_not_say_where_it_stood(key, value, stopped):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"held_out": "1"}', "[" * 100_000], ids=lambda text: text[:5])
-def test_a_result_that_is_broken(text, tmp_path):
+def test_a_broken_result(text, tmp_path):
     Trainer(Line(), tmp_path, SETTINGS).train()
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(BlockSparseError, match=r"result\.json"):
@@ -283,7 +283,7 @@ def test_a_result_that_is_broken(text, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["dense", "barabasi_albert", "watts_strogatz", "random"])
-def test_a_width_that_finds_no_room(pattern, tmp_path):
+def test_a_width_beyond_the_memory(pattern, tmp_path):
     (tmp_path / "text").write_bytes(b"a rose is a rose. " * 500)
     arguments = ["train", "charlm", "--out", tmp_path / "run", "--text", tmp_path / "text", "--batch", 2, "--seq", 8]
     said = error(*arguments, "--pattern", pattern, "--width", 3_200_000_000)
@@ -293,7 +293,7 @@ def test_a_width_that_finds_no_room(pattern, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_other_models_that_find_no_room(tmp_path, monkeypatch):
+def test_other_models_beyond_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
     noise = torch.zeros(8, 1, 8, 8, dtype=torch.uint8)
     for make in (

@@ -112,7 +112,7 @@ def whole(tmp_path_factory):
 # -- a run ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_tells_what_it_did(whole):
+def test_a_run_records_its_steps(whole):
     log = run_log.read(whole)
     assert [line["step"] for line in log if "loss" in line] == [5, 10, 15, 20, 24]
     assert [line["step"] for line in log if "held_out" in line] == [8, 16, 24]
@@ -152,7 +152,7 @@ def test_the_logged_loss_is_the_mean_since_the_last_line(tmp_path):
     )
 
 
-def test_how_often_it_logs_evaluates_and_saves_changes_no_bit(whole, tmp_path):
+def test_log_evaluation_and_save_intervals_change_no_bit(whole, tmp_path):
     Trainer(Walk(), tmp_path, replace(SETTINGS, log_every=24, eval_every=3, save_every=5)).train()
     ours, theirs = tensors(tmp_path), tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "trainer.total")
@@ -212,7 +212,7 @@ def test_a_log_that_was_cut_is_noted(whole, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("step", [3, 7, 8, 17, 23])
-def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_path):
+def test_a_run_killed_in_a_step_ends_with_the_same_bits(step, dtype, whole, tmp_path):
     settings = replace(SETTINGS, dtype=dtype)
     killed(tmp_path, step, settings)
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == step // 7 * 7
@@ -223,7 +223,7 @@ def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_pat
     assert_same(tmp_path, whole)
 
 
-def test_a_checkpoint_by_the_clock(tmp_path):
+def test_checkpoints_have_a_largest_age(tmp_path):
     killed(tmp_path, 5, replace(SETTINGS, save_every=0, save_minutes=1e-9))
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 5
 
@@ -242,7 +242,7 @@ def test_tensorboard_forgets_what_was_trained_twice(tmp_path):
 
 @pytest.mark.parametrize("nth", range(5))
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
-def test_killed_while_it_saves_it_ends_with_the_same_bits(moment, nth, whole, tmp_path, monkeypatch):
+def test_a_run_killed_in_a_save_ends_with_the_same_bits(moment, nth, whole, tmp_path, monkeypatch):
     own, calls = checkpoint.save, []
 
     def save(path, *arguments):
@@ -268,13 +268,13 @@ def test_killed_while_it_saves_it_ends_with_the_same_bits(moment, nth, whole, tm
     assert (tmp_path / "result.json").exists()
 
 
-def test_killed_before_the_result_it_writes_the_result(whole, tmp_path):
+def test_a_run_killed_before_its_result_writes_it_later(whole, tmp_path):
     (tmp_path / "last.safetensors").write_bytes((whole / "last.safetensors").read_bytes())
     result = Trainer(Walk(), tmp_path, SETTINGS).train()
     assert result["held_out"] == json.loads((whole / "result.json").read_text())["held_out"]
 
 
-def test_a_layout_that_changed_while_training_comes_back(tmp_path):
+def test_a_changed_layout_is_restored(tmp_path):
     task, other = Walk(), Walk(density=0.25)
     task.at[15] = fail(Killed())
     sparser = other.model[0]
@@ -299,7 +299,7 @@ def test_a_layout_that_changed_while_training_comes_back(tmp_path):
     assert trainer.step == 24
 
 
-def test_a_task_that_changes_its_model_is_given_what_has_to_follow(tmp_path):
+def test_a_task_receives_the_optimizer_and_the_means(tmp_path):
     task, given = Walk(), []
     task.attach = lambda optimizer, ema: given.append((optimizer, ema))
     trainer = Trainer(task, tmp_path, replace(SETTINGS, steps=2))
@@ -312,7 +312,7 @@ def test_a_task_that_changes_its_model_is_given_what_has_to_follow(tmp_path):
 SGD = replace(SETTINGS, optimizer="sgd", momentum=0.8, clip=0, ema=0, weight_decay=0.01, warmup=0, decay="none")
 
 
-def test_gradients_from_before_are_not_added(whole, tmp_path):
+def test_old_gradients_are_not_added(whole, tmp_path):
     task = Walk()
     for parameter in task.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -321,7 +321,7 @@ def test_gradients_from_before_are_not_added(whole, tmp_path):
     assert all(parameter.grad is None for parameter in task.model.parameters())
 
 
-def test_momentum_sgd_by_its_rule(tmp_path):
+def test_momentum_sgd_follows_its_formula(tmp_path):
     task = Walk()
     w = {name: p.detach().clone() for name, p in task.model.named_parameters()}
     v = {name: torch.zeros_like(p) for name, p in w.items()}
@@ -344,7 +344,7 @@ def test_momentum_sgd_by_its_rule(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 17])
-def test_killed_with_momentum_sgd_it_ends_with_the_same_bits(step, tmp_path):
+def test_a_killed_run_of_momentum_sgd_ends_with_the_same_bits(step, tmp_path):
     Trainer(Walk(), tmp_path / "whole", SGD).train()
     killed(tmp_path / "killed", step, SGD)
     Trainer(Walk(), tmp_path / "killed", SGD).train()
@@ -352,7 +352,7 @@ def test_killed_with_momentum_sgd_it_ends_with_the_same_bits(step, tmp_path):
     assert_same(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, tmp_path):
+def test_a_run_of_a_version_without_optimizer_settings_resumes(whole, tmp_path):
     killed(tmp_path, 16)
     path = tmp_path / "last.safetensors"
     content, about = checkpoint.load(path)
@@ -402,7 +402,7 @@ def test_a_finished_run_is_extended(tmp_path):
             assert torch.equal(ours[name], tensor), name
 
 
-def test_an_extension_that_is_stopped_is_not_taken_for_finished(tmp_path):
+def test_a_stopped_extension_is_not_finished(tmp_path):
     Trainer(Walk(), tmp_path, SETTINGS).train()
     for step in Trainer(Walk(), tmp_path, replace(SETTINGS, steps=40)).steps():
         if step == 30:
@@ -467,7 +467,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
+def test_an_infinite_loss_stops_before_the_update(tmp_path):
     task = Walk()
     task.at["nan"] = 9
     trainer = Trainer(task, tmp_path, SETTINGS)
@@ -481,14 +481,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
     assert all(p.isfinite().all() for p in trainer.parameters.values())
 
 
-def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
+def test_an_infinite_gradient_stops_the_run(tmp_path):
     task = Walk()
     task.at[3] = lambda: task.model[2].weight.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(BlockSparseError, match=r"step 4: expected a finite loss and gradient, got loss [0-9.]+, grad"):
         Trainer(task, tmp_path, SETTINGS).train()
 
 
-def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+def test_infinite_parameters_are_never_saved(tmp_path):
     task, watch = Walk(), Callback()
     watch.after_step = lambda step: step == 7 and torch.nn.init.constant_(task.model[0].bias, float("inf"))
     with pytest.raises(
@@ -498,7 +498,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 0
 
 
-def test_a_disk_that_is_full_before_it_begins(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail(OSError(28, "No space left on device")))
     task = Walk()
     task.loss = fail(AssertionError("it trains"))

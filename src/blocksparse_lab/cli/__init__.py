@@ -36,8 +36,8 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except (BlockSparseError, MemoryError) as error:
             # Without markup, as messages contain brackets, and without wrapping, so that lines can be copied.
-            said = f"error: {str(error) or 'not enough memory'}"
-            Console(stderr=True).print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
+            message = f"error: {str(error) or 'not enough memory'}"
+            Console(stderr=True).print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             Console(stderr=True).print("interrupted")

@@ -222,13 +222,13 @@ def numbers(name: str, text: str, kind: type) -> list[Any]:
         BlockSparseError: another text, or no number.
     """
     try:
-        found = [kind(part) for part in parts(text)]
+        values = [kind(part) for part in parts(text)]
     except ValueError:
-        found = []
-    if not found:
+        values = []
+    if not values:
         example = "ints with commas between, as in 8,4,2" if kind is int else "numbers with commas between, as in 1,0.5"
         raise BlockSparseError.expected(name, example, repr(text))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def parts(text: str) -> list[str]:

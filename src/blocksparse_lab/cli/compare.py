@@ -40,20 +40,20 @@ def compare(
         raise BlockSparseError.expected("--html", "--topology with it", "none")
     if twice := [str(path) for path in runs if [each.resolve() for each in runs].count(path.resolve()) > 1]:
         raise BlockSparseError.expected("runs", "each once", " and ".join(twice))
-    found = [recipe.read(path) for path in runs]
-    grouped = recipe.groups(found)
+    read_runs = [recipe.read(path) for path in runs]
+    grouped = recipe.groups(read_runs)
     console = Console()
-    console.print(_table(found, narrow=console.width < 100))
-    data = [of for run in found if isinstance(of := run.task.get("text", run.task.get("data")), dict)]
-    if any(of != data[0] for of in data) or len({run.unit for run in found}) > 1:
+    console.print(_table(read_runs, narrow=console.width < 100))
+    data = [of for run in read_runs if isinstance(of := run.task.get("text", run.task.get("data")), dict)]
+    if any(of != data[0] for of in data) or len({run.unit for run in read_runs}) > 1:
         say(console, "these runs have different data: do not compare their held-out figures", "yellow")
-    if len(grouped) < len(found):
+    if len(grouped) < len(read_runs):
         console.print()
         console.print(_seeds(grouped))
         if any(len(group.comparable) < len(group.runs) for group in grouped):
             say(console, "means leave out runs that lag behind, and all but one run per seed", "yellow")
     if json_file is not None:
-        content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
+        content = {"what": "training runs side by side", "runs": [run.as_dict() for run in read_runs]}
         write(console, "json", json_file, content)
     if out is not None:
         recipe.picture(out, grouped)
@@ -110,8 +110,8 @@ def _against(first: Group, group: Group) -> str:
     """Format the difference of two groups with its p-value; "" without two shared seeds."""
     figures = [{run.settings.get("seed"): run.held_out for run in of.comparable} for of in (first, group)]
     theirs, own = figures
-    found = [x - y for seed, x in own.items() if x is not None and (y := theirs.get(seed)) is not None]
-    return noted(spread(found, 4, "+"), chance(found)) if len(found) > 1 else ""
+    differences = [x - y for seed, x in own.items() if x is not None and (y := theirs.get(seed)) is not None]
+    return noted(spread(differences, 4, "+"), chance(differences)) if len(differences) > 1 else ""
 
 
 def _word(value: Any) -> str:

@@ -35,11 +35,11 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
     }  # layouts with one block are trivial
     if not layers:
         raise BlockSparseError.expected("runs", "one with block-sparse weights", "only dense ones")
-    found = {name: topology.summary(layout, sources=sources(layout)) for name, layout in layers.items()}
+    summaries = {name: topology.summary(layout, sources=sources(layout)) for name, layout in layers.items()}
     distances, reasons = layouts.distances(nets)
     names = [net.name for net in nets]
     console = Console()
-    console.print(_measures(layers, found))
+    console.print(_measures(layers, summaries))
     console.print()
     console.print(_distances(names, distances))
     for reason in reasons:
@@ -50,7 +50,7 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
             "runs": names,
             "nnstd": distances,
             "not_compared": reasons,
-            "layers": {name: one.as_dict() for name, one in found.items()},
+            "layers": {name: one.as_dict() for name, one in summaries.items()},
         }
         write(console, "json", json_file, content)
     if html is not None:
@@ -58,25 +58,27 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
         apart = Distances(names, distances, "; ".join(reasons))
         write(console, "html", html, render("Layouts of training runs", ", ".join(names), shown, apart))
     if out is not None:
-        kept = _comparable(distances)
-        matrix = np.array([[distances[i][j] for j in kept] for i in kept], dtype=float).reshape(len(kept), len(kept))
-        drawings.distance_map(matrix, [names[i] for i in kept], out, "Distances of training runs")
+        comparable = _comparable(distances)
+        matrix = np.array([[distances[i][j] for j in comparable] for i in comparable], dtype=float).reshape(
+            len(comparable), len(comparable)
+        )
+        drawings.distance_map(matrix, [names[i] for i in comparable], out, "Distances of training runs")
         say(console, f"wrote {out}")
 
 
 def _comparable(distances: list[list[float | None]]) -> list[int]:
     """Return the runs that can be compared with all runs kept before them."""
-    kept: list[int] = []
+    comparable: list[int] = []
     for i, row in enumerate(distances):
-        if all(row[j] is not None for j in [*kept, i]):
-            kept.append(i)
-    return kept
+        if all(row[j] is not None for j in [*comparable, i]):
+            comparable.append(i)
+    return comparable
 
 
-def _measures(layers: Mapping[str, BlockLayout], found: Mapping[str, Summary]) -> Table:
+def _measures(layers: Mapping[str, BlockLayout], summaries: Mapping[str, Summary]) -> Table:
     made = table(("run, layer", "out x in", "density", "parts", "path", "mixes", "clustering", "hub load"))
     for name, layout in layers.items():
-        one = found[name]
+        one = summaries[name]
         numbers = (
             f"{layout.shape[0]} x {layout.shape[1]}",
             f"{layout.density:.3g}",

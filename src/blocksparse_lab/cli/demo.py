@@ -152,8 +152,8 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
     race = next_byte.Race(models, next_byte.LEARNING_RATES, parts, settings)
     training = Training(parts.name, len(parts.train), len(parts.held_out), settings, layouts)
     story.training = training
-    said = f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out"
-    console.print(said, style="dim", markup=False, highlight=False)
+    line = f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out"
+    console.print(line, style="dim", markup=False, highlight=False)
     try:
         progress = Progress(*COUNT, TextColumn("{task.fields[bits]}"), console=console)
         task = progress.add_task("training both", total=settings.steps, bits="")
@@ -241,19 +241,19 @@ def _title(console: Console, number: int, text: str) -> None:
 
 def _as_dict(story: Story) -> dict[str, Any]:
     """Return the numbers of a demo, ready for JSON."""
-    found: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
+    content: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
     if (example := story.example) is not None:
         names = ("hidden", "block", "batch", "relative_error", "largest_error")
-        found["example_2017"] = {name: getattr(example, name) for name in names} | {
+        content["example_2017"] = {name: getattr(example, name) for name in names} | {
             "density": example.layout.density,
             "seconds": {name: vars(example.samples.time(name)) for name in example.samples.names},
             "speedup": vars(example.samples.ratio("dense", "block-sparse")),
         }
-    found["speedups"] = [result.as_dict() for result in story.speedups]
+    content["speedups"] = [result.as_dict() for result in story.speedups]
     if (training := story.training) is not None:
         facts = ("text", "train_bytes", "held_out_bytes", "steps")
-        found["training"] = {name: getattr(training, name) for name in facts} | {
+        content["training"] = {name: getattr(training, name) for name in facts} | {
             "settings": asdict(training.settings),
             "models": [asdict(outcome) for outcome in training.outcomes],
         }
-    return found
+    return content

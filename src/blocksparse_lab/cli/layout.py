@@ -117,8 +117,8 @@ def layout(
         from .layout_page import Shown, render
 
         shown = [Shown(name, made, measures(made)) for name, made in named]
-        said = "A layout says which blocks of a weight are stored; it is a graph, too."
-        write(console, "html", html, render(title, said, shown))
+        text = "A layout says which blocks of a weight are stored; it is a graph, too."
+        write(console, "html", html, render(title, text, shown))
 
 
 def evolution(console: Console, out: Path) -> None:
@@ -127,11 +127,11 @@ def evolution(console: Console, out: Path) -> None:
 
     from ..recipes.evolution import evolve
 
-    found = evolve()
-    errors = ", ".join(f"{error:.1f} %" for error in found.errors)
-    labels = [str(label) for label in found.trajectory.labels]
+    evolution = evolve()
+    errors = ", ".join(f"{error:.1f} %" for error in evolution.errors)
+    labels = [str(label) for label in evolution.trajectory.labels]
     title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin equal"
-    distance_map(found.trajectory.distances(), labels, out, title, found.runs)
+    distance_map(evolution.trajectory.distances(), labels, out, title, evolution.runs)
     console.print(f"errors on digits that were held out: {errors}", highlight=False)
     say(console, f"wrote {out}")
 
@@ -224,25 +224,25 @@ def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
 
     some = sources(layout)
     try:
-        found = topology.summary(layout, sources=some)
+        summary = topology.summary(layout, sources=some)
     except BlockSparseError as error:
         return [("average path length", str(error).removesuffix(f": {layout!r}"))]
     try:
         length = f"{topology.average_path_length(layout, some):.2f}"
     except BlockSparseError as error:
         length = str(error).removesuffix(f": {layout!r}")
-    least = "" if found.exact else "at least "
-    if not found.exact:
-        length += f" (standard error {found.path_length_error:.2g}, from {some} blocks)"
+    least = "" if summary.exact else "at least "
+    if not summary.exact:
+        length += f" (standard error {summary.path_length_error:.2g}, from {some} blocks)"
     square = layout.grid[0] == layout.grid[1]
     never = "some blocks never reach some others" if square else "the layout is not square"
     return [
         ("average path length", length),
-        ("longest path", "none" if found.diameter is None else f"{least}{found.diameter}"),
-        ("steps to mix", never if found.steps_to_mix is None else f"{least}{found.steps_to_mix}"),
-        ("clustering", f"{found.clustering:.4g}"),
-        ("spectral gap", f"{found.spectral_gap:.4g}"),
-        ("hub load", f"{found.hub_load:.4g} (the fullest row or column / the mean)"),
+        ("longest path", "none" if summary.diameter is None else f"{least}{summary.diameter}"),
+        ("steps to mix", never if summary.steps_to_mix is None else f"{least}{summary.steps_to_mix}"),
+        ("clustering", f"{summary.clustering:.4g}"),
+        ("spectral gap", f"{summary.spectral_gap:.4g}"),
+        ("hub load", f"{summary.hub_load:.4g} (the fullest row or column / the mean)"),
     ]
 
 

@@ -55,9 +55,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         values = {n: parsed[n](v) if n in parsed and v is not None else v for n, v in given.items()}
         arguments = {name: values[name] for name in own if name not in made}
         for name, (of, as_dict, only_given) in made.items():
-            found = {one.name: values[one.name] for one in fields(of) if "help" in one.metadata}
-            found = {key: value for key, value in found.items() if value is not None or not only_given}
-            arguments[name] = found if as_dict else of(**found)
+            values_of = {one.name: values[one.name] for one in fields(of) if "help" in one.metadata}
+            values_of = {key: value for key, value in values_of.items() if value is not None or not only_given}
+            arguments[name] = values_of if as_dict else of(**values_of)
         command(**arguments)
 
     called.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
@@ -107,8 +107,8 @@ def parse_count(text: str, name: str = "params") -> int:
     >>> [parse_count(text) for text in ("800k", "2.5M", "1_000")]
     [800000, 2500000, 1000]
     """
-    found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([kmgb]?)", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([kmgb]?)", text.strip(), re.IGNORECASE)
+    if not match:
         raise BlockSparseError.expected(name, "a number such as 800k, 2.5M or 1000000", repr(text))
-    number = float(re.sub("[_,]", "", found.group(1)))
-    return round(number * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[found.group(2).lower()])
+    number = float(re.sub("[_,]", "", match.group(1)))
+    return round(number * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match.group(2).lower()])

@@ -70,8 +70,8 @@ def plan(
     device = _changed(hardware.find(machine), memory=memory, per_node=per_node, inside=inside, between=between)
     model = net.transformer(stored, density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
-    found = plans(model, device, job)
-    chosen, why = recommend(found)
+    candidates = plans(model, device, job)
+    chosen, why = recommend(candidates)
     console.print(
         f"{short(model.weights)} stored weights of {short(model.weights / density)}: {len(model.layers)} layers of "
         f"width {model.width}, blocks of {block_size}; {dtype}, {optimizer}{', recompute' if recompute else ''}",
@@ -82,13 +82,13 @@ def plan(
         f"used; {job.tokens} tokens each ({short(job.tokens * gpus)} per step)\n",
         highlight=False,
     )
-    console.print(_table(found, chosen))
+    console.print(_table(candidates, chosen))
     console.print("\n[dim]GB on a device[/]")
-    console.print(_memory(found))
+    console.print(_memory(candidates))
     console.print(f"\n[bold]{why}[/]", highlight=False)
     console.print(f"[dim]{device.source}[/]", highlight=False)
     if json_file is not None:
-        content = {"machine": hardware.as_json(device), "plans": [each.as_dict() for each in found], "why": why}
+        content = {"machine": hardware.as_json(device), "plans": [each.as_dict() for each in candidates], "why": why}
         write(console, "json", json_file, content)
 
 
@@ -111,9 +111,9 @@ def _changed(device: Hardware, **given: float | None) -> Hardware:
     return replace(device, **changes)
 
 
-def _table(found: list[Plan], chosen: Plan | None) -> Table:
+def _table(candidates: list[Plan], chosen: Plan | None) -> Table:
     rows = []
-    for each in found:
+    for each in candidates:
         colour = "bold green" if each is chosen else "" if each.fits else "red"
         cells = (
             each.engine,
@@ -128,9 +128,9 @@ def _table(found: list[Plan], chosen: Plan | None) -> Table:
     return table(("engine", "GB", "fits", "GB sent", "compute", "collectives", "step"), rows)
 
 
-def _memory(found: list[Plan]) -> Table:
+def _memory(candidates: list[Plan]) -> Table:
     parts = ["values", "gradients", "optimizer", "layouts", "activations", "copies"]
-    rows = [[each.engine, *(_gb(each.memory.get(part, 0)) for part in parts)] for each in found]
+    rows = [[each.engine, *(_gb(each.memory.get(part, 0)) for part in parts)] for each in candidates]
     return table(("engine", *parts), rows)
 
 
@@ -140,20 +140,20 @@ def _measure(console: Console, processes: int, json_file: Path | None) -> None:
 
     if processes < 1:
         raise BlockSparseError.expected("measure", "at least 1 process", processes)
-    found = measure(processes)
+    hardware = measure(processes)
     rows = [
         (name, f"{link.bandwidth / 1e9:.3g} GB/s", f"{link.latency * 1e6:.3g} us a message")
-        for name, link in vars(found.inside).items()
+        for name, link in vars(hardware.inside).items()
     ]
-    for (_, block), rate in found.rates.items():
+    for (_, block), rate in hardware.rates.items():
         rows.append((f"block-sparse layer, fp32, blocks of {block}", f"{rate / 1e9:.3g} GFLOP/s", "forward, backward"))
-    rows.append(("dense product, fp32", f"{found.dense[4] / 1e9:.3g} GFLOP/s", ""))
-    rows.append(("memory", f"{found.bandwidth / 1e9:.3g} GB/s", f"{found.cores} cores"))
+    rows.append(("dense product, fp32", f"{hardware.dense[4] / 1e9:.3g} GFLOP/s", ""))
+    rows.append(("memory", f"{hardware.bandwidth / 1e9:.3g} GB/s", f"{hardware.cores} cores"))
     console.print(f"{processes} processes, gloo, a thread each", highlight=False)
     console.print(table(("", "rate", ""), rows))
     if json_file is not None:
         more = f": blocksparse plan --machine {json_file} --dtype fp32"
-        write(console, "json", json_file, {"hardware": as_json(found)}, more)
+        write(console, "json", json_file, {"hardware": as_json(hardware)}, more)
 
 
 def _gb(size: float) -> str:

@@ -86,8 +86,10 @@ def sentiment(
     say(console, "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes), "dim")
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)
-        said = f"a quick test of {sum(sizes):,} of {full:,} texts (--limit); do not compare it with published results"
-        say(console, said, "yellow")
+        warning = (
+            f"a quick test of {sum(sizes):,} of {full:,} texts (--limit); do not compare it with published results"
+        )
+        say(console, warning, "yellow")
     console.print(_table(result))
     for line in [*_remarks(result), *filter(None, [cache.note])]:
         say(console, line, "yellow")

@@ -259,10 +259,11 @@ def resnet(
     if not shifted or not parallel.first:
         return
     with stages(out_console) as tell:
-        found = resnet_recipe.shift_consistency(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
+        consistency = resnet_recipe.shift_consistency(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
     out_console.print(
-        f"consistency [bold]{100 * found.agreement:.2f} %[/] over all pairs of {found.shifts:,} circular shifts, "
-        f"{plural(found.images, 'test image')}; logits differ by up to {found.difference:.1e}",
+        f"consistency [bold]{100 * consistency.agreement:.2f} %[/] over all pairs of {consistency.shifts:,} "
+        f"circular shifts, {plural(consistency.images, 'test image')}; "
+        f"logits differ by up to {consistency.difference:.1e}",
         highlight=False,
         soft_wrap=True,
     )

@@ -83,7 +83,7 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
     (tensor([[4., 0.],
             [2., 2.]]), tensor([1, 0]), ('bird', 'cat'))
     """
-    numbers, found = array("f"), array("q")
+    numbers, indices = array("f"), array("q")
     names: dict[str, int] = {}
     rows = records(path)
     line, header = next(rows, (1, []))
@@ -100,16 +100,16 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
         if not label:
             raise BlockSparseError.expected(f"{where}, column {header[label_at]}", "a label", "a hole")
         numbers.extend(numbers_at(where, row, features))
-        found.append(names.setdefault(label, len(names)))
+        indices.append(names.setdefault(label, len(names)))
     if len(names) < 2:
         got = f"only {next(iter(names))} down to line {line}" if names else "no row"
         raise BlockSparseError.expected(str(path), "labels of two classes or more", got)
-    _check_classes(f"{path}, column {header[label_at]}", names, len(found))
+    _check_classes(f"{path}, column {header[label_at]}", names, len(indices))
     classes = in_order(names)
     at = {name: number for number, name in enumerate(classes)}
     order = np.array([at[name] for name in names], dtype=np.int64)
     values = np.frombuffer(numbers, np.float32).reshape(-1, len(features)).copy()
-    return torch.from_numpy(values), torch.from_numpy(order[np.frombuffer(found, np.int64)]), classes
+    return torch.from_numpy(values), torch.from_numpy(order[np.frombuffer(indices, np.int64)]), classes
 
 
 def number(text: str) -> float:
@@ -164,12 +164,12 @@ def _is_number(text: str, most: float | None = None) -> bool:
 
 
 def _label_column(path: str | Path, header: list[str]) -> int:
-    found = [at for at, name in enumerate(header) if name.lower() in LABEL_COLUMNS]
-    if len(found) != 1 or len(header) < 2:
+    columns = [at for at, name in enumerate(header) if name.lower() in LABEL_COLUMNS]
+    if len(columns) != 1 or len(header) < 2:
         shown = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
         wanted = f"names of columns, one of them {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}, and features"
         raise BlockSparseError.expected(f"{path}, line 1", wanted, shown or "nothing")
-    return found[0]
+    return columns[0]
 
 
 def _check_classes(where: str, names: Iterable[str], rows: int) -> None:

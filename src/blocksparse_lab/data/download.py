@@ -135,8 +135,8 @@ def _reason(error: Exception, url: str) -> str:
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error) is ValueError and "hash" in str(error):
         # "SHA256 hash of downloaded file (NAME) does not match the known hash: expected X but got Y. Deleted ..."
-        found = str(error).partition(" but got ")[2].partition(".")[0]
-        return f"a file with another checksum ({found}), so it is broken or a new edition"
+        checksum = str(error).partition(" but got ")[2].partition(".")[0]
+        return f"a file with another checksum ({checksum}), so it is broken or a new edition"
     if isinstance(error, BlockSparseError):
         return str(error)
     return f"a broken answer ({type(error).__name__}: {error})"

@@ -41,8 +41,8 @@ def digest(*tensors: Tensor) -> str:
 def drawn(labels: np.ndarray, classes: int, part: float, seed: int) -> np.ndarray:
     """Draw a fraction of each class, at least one row; return a mask, bool `[n]`."""
     rng = np.random.default_rng(seed)
-    found = np.zeros(len(labels), dtype=bool)
+    mask = np.zeros(len(labels), dtype=bool)
     ends = np.bincount(labels, minlength=classes).cumsum()
     for rows in np.split(np.argsort(labels, kind="stable"), ends[:-1]):
-        found[rng.permutation(rows)[: max(1, round(part * len(rows)))]] = True
-    return found
+        mask[rng.permutation(rows)[: max(1, round(part * len(rows)))]] = True
+    return mask

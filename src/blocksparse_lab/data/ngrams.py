@@ -43,8 +43,8 @@ class Ngrams:
         try:
             from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
         except ImportError as error:
-            said = f"hashed words need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
-            raise BlockSparseError(said) from error
+            message = f"hashed words need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+            raise BlockSparseError(message) from error
         self.splits, self.features = splits, features
         self.name, self.classes = splits.name, splits.classes
         others = splits.validation if choosing else splits.test

@@ -54,19 +54,19 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
         raise BlockSparseError.expected(name, "its files in a folder given by --data-dir", "none")
     folder = files.first_existing(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
     paths = {part: folder / f"ind.{name}.{part}" for part in ("allx", "ally", "tx", "ty", "graph")}
-    found = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
+    contents = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
     tested = _numbers(folder / f"ind.{name}.test.index", name)
     try:
-        return _graph(name, found, tested)
+        return _graph(name, contents, tested)
     except BlockSparseError:
         raise
     except ValueError as error:
         raise BlockSparseError.expected(str(folder), f"the parts of {name}, which fit each other", error) from error
 
 
-def _graph(name: str, found: dict[str, Any], tested: np.ndarray) -> Graph:
-    edges, count = _edges(found["graph"])
-    known, others = ([_matrix(part, found[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
+def _graph(name: str, contents: dict[str, Any], tested: np.ndarray) -> Graph:
+    edges, count = _edges(contents["graph"])
+    known, others = ([_matrix(part, contents[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
     if known[0].shape[0] != known[1].shape[0]:
         raise ValueError(f"{known[0].shape[0]} rows of words, {known[1].shape[0]} of classes")
     features, labels = (_rows(name, *pair, tested, count) for pair in zip(known, others, strict=True))
@@ -91,14 +91,14 @@ def _rows(name: str, known: Any, others: Any, tested: np.ndarray, count: int) ->
     return rows
 
 
-def _matrix(part: str, found: Any) -> Any:
+def _matrix(part: str, stored: Any) -> Any:
     """Convert a two-dimensional array, or scipy's sparse matrix, to a sparse matrix of float32."""
     from scipy.sparse import csr_array
 
     with np.errstate(all="ignore"):  # values that are not finite are refused later
-        if isinstance(found, pickles.Array):
-            return csr_array(_array(part, found, 2).astype(np.float32))
-        parts = found.parts if isinstance(found, pickles.Csr) else {}
+        if isinstance(stored, pickles.Array):
+            return csr_array(_array(part, stored, 2).astype(np.float32))
+        parts = stored.parts if isinstance(stored, pickles.Csr) else {}
         shape = parts.get("_shape", parts.get("shape"))
         if not isinstance(shape, tuple) or len(shape) != 2 or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{part} without a shape of two dimensions")
@@ -110,10 +110,10 @@ def _matrix(part: str, found: Any) -> Any:
     return made
 
 
-def _array(part: str, found: Any, dimensions: int) -> np.ndarray:
-    if not isinstance(found, pickles.Array):
+def _array(part: str, stored: Any, dimensions: int) -> np.ndarray:
+    if not isinstance(stored, pickles.Array):
         raise ValueError(f"{part} without an array")
-    array = found.numpy()
+    array = stored.numpy()
     if array.ndim != dimensions:
         raise ValueError(f"an array {list(array.shape)} in {part}, where it has {dimensions} dimensions")
     return array

@@ -208,10 +208,10 @@ def stratified(labels: Sequence[int], part: float, seed: int) -> tuple[list[int]
 
 
 def _column(path: str | Path, header: list[str], names: tuple[str, ...]) -> int:
-    found = [at for at, name in enumerate(header) if name in names]
-    if len(found) != 1:
+    columns = [at for at, name in enumerate(header) if name in names]
+    if len(columns) != 1:
         raise BlockSparseError.expected(f"{path}, line 1", f"one column named {' or '.join(names)}", header)
-    return found[0]
+    return columns[0]
 
 
 def _imdb(data_dir: str | Path | None, progress: Progress | None) -> Path:

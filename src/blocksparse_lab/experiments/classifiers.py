@@ -69,9 +69,9 @@ class ClassifierExperiment(Experiment):
         if not self.choosing:
             return table
         order = torch.from_numpy(np.random.default_rng(0).permutation(table.rows))
-        held, kept = order[: table.rows // 5], order[table.rows // 5 :]
+        held, rest = order[: table.rows // 5], order[table.rows // 5 :]
         rows, labels = table.train, table.train_labels
-        left = replace(table, train=rows[kept], train_labels=labels[kept])
+        left = replace(table, train=rows[rest], train_labels=labels[rest])
         return replace(left, validation=rows[held], validation_labels=labels[held])
 
     def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
@@ -118,9 +118,9 @@ class ClassifierExperiment(Experiment):
     def facts(self, run: Run) -> dict[str, Any]:
         errors = [line["held_out"] for line in run.evaluations]
         early = errors[self._early[0] - 1] if self._early else None
-        found = {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
+        facts = {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
         distance = read_results(run.path, DISTANCES).get("to the other seeds")
-        return found | {"left": (run.result or {}).get("parameters"), "distance": distance}
+        return facts | {"left": (run.result or {}).get("parameters"), "distance": distance}
 
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:
         """Measure how far the topologies of a contender's seeds are from each other."""
@@ -175,7 +175,7 @@ class ClassifierExperiment(Experiment):
             Column(
                 "distance of its topology to the other seeds' (NNSTD)",
                 lambda run, _: None if self.choosing or "distance" not in run.facts else run.facts["distance"] or inf,
-                show=lambda found: "-" if inf in found else spread(found, 3),
+                show=lambda values: "-" if inf in values else spread(values, 3),
             ),
             Column("seconds of training per epoch", "facts.seconds_per_epoch", 3),
             Column("seconds of training in all", "seconds", 1),

@@ -69,25 +69,25 @@ class Column:
         Args:
             paired: whether runs of the same seed share anything.
         """
-        found = {
+        by_seed = {
             name: {
                 run.settings["seed"]: value for run in some if (value := self.value(run, contenders[name])) is not None
             }
             for name, some in runs.items()
         }
-        unknown = {name for name, values in found.items() if not values}
-        if len(unknown) == len(found) or (unknown and (self.against or self.show)):
+        unknown = {name for name, values in by_seed.items() if not values}
+        if len(unknown) == len(by_seed) or (unknown and (self.against or self.show)):
             return None
         if self.against is None:
             return [
                 "-" if name in unknown else noted(self._cell(list(values.values())), _coverage(len(values), runs[name]))
-                for name, values in found.items()
+                for name, values in by_seed.items()
             ]
-        if self.against not in found:
+        if self.against not in by_seed:
             return None
-        base, sets = found[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
+        base, sets = by_seed[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
         cells = []
-        for name, of in found.items():
+        for name, of in by_seed.items():
             same = sets[name] == sets[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
@@ -104,8 +104,8 @@ class Column:
                 )
         return cells
 
-    def _independent(self, found: list[float], base: list[float], *notes: str) -> str:
-        ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (found, base))
+    def _independent(self, values_of: list[float], base: list[float], *notes: str) -> str:
+        ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (values_of, base))
         cell = f"{fmean(ours):+,.{self.digits}f}"
         if min(len(ours), len(theirs)) > 1:
             cell += f" ± {hypot(stdev(ours), stdev(theirs)):,.{self.digits}f}"
@@ -138,7 +138,7 @@ def _instruction_sets(runs: Sequence[Run]) -> set[str | None]:
     return {((run.result or {}).get("machine") or {}).get("isa") for run in runs}
 
 
-SEEDS = Column("seeds", lambda run, _: run, show=lambda found: str(len(found)))
+SEEDS = Column("seeds", lambda run, _: run, show=lambda runs: str(len(runs)))
 
 
 def format_setting(value: Any) -> str:
@@ -290,9 +290,9 @@ class Experiment(ABC):
         Raises:
             BlockSparseError: a run does not; or as for loaders and trainers.
         """
-        found = [(name, path) for name, paths in self.finished(runs).items() for path in paths]
-        data = self.load(data_dir) if found else None
-        for name, path in found:
+        finished = [(name, path) for name, paths in self.finished(runs).items() for path in paths]
+        data = self.load(data_dir) if finished else None
+        for name, path in finished:
             self.trainer(name, seed_of(path), path, data).load()
             yield path
 
@@ -361,8 +361,8 @@ def check_only(only: Sequence[str], contenders: Iterable[str]) -> None:
     """Raise if a contender is unknown."""
     known = list(dict.fromkeys(contenders))
     if unknown := sorted(set(only) - set(known)):
-        said = ", ".join(map(repr, known))
-        raise BlockSparseError.expected("only", f"some of {said}", ", ".join(map(repr, unknown)))
+        names = ", ".join(map(repr, known))
+        raise BlockSparseError.expected("only", f"some of {names}", ", ".join(map(repr, unknown)))
 
 
 def read_results(run: Path, name: str) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class FineTuningExperiment(Experiment):
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Measure the error on the test part."""
         if not self.is_probed(run):
-            told = (lambda done, of: progress("testing", done, of)) if progress else None
-            finetune.evaluate(run, self.load(data_dir), progress=told)
+            report = (lambda done, of: progress("testing", done, of)) if progress else None
+            finetune.evaluate(run, self.load(data_dir), progress=report)
 
     def is_probed(self, run: Path) -> bool:
         return bool(read_results(run, finetune.TESTED))

@@ -59,7 +59,7 @@ class DiffusionExperiment(Experiment):
                 lambda run, _: run.facts["nnz"][1],
                 against=first,
                 compared=lambda entries, whole: whole / entries,
-                show=lambda found: f"{found[0]:.2f}x",
+                show=lambda values: f"{values[0]:.2f}x",
             ),
             Column("kB of all powers", lambda run, _: round(run.facts["bytes"] / 1e3)),
             Column("nodes", "facts.nodes"),

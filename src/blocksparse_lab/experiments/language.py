@@ -100,7 +100,7 @@ class LanguageExperiment(CorpusExperiment):
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Save bits per character of each evaluated stream, how long cells keep information, and the sentiment
         probes."""
-        found, path = read_results(run, PROBES), run / "last.safetensors"
+        probes, path = read_results(run, PROBES), run / "last.safetensors"
         if not read_results(run, STREAMS):
             task = charlm.task(charlm.load(path), self.load(data_dir), self.settings)
             nats, counts = task.stream_nats(task.model.to(self.settings.device))
@@ -111,7 +111,7 @@ class LanguageExperiment(CorpusExperiment):
             checkpoint.write_text(run / FORGETTING, json.dumps(kept_of) + "\n")
         for data, limit in self.reviews.items():
             wanted = _probes(data)
-            if found.keys() >= wanted.keys():
+            if probes.keys() >= wanted.keys():
                 continue
             splits = reviews.load(data, data_dir)
             splits = splits if limit is None else splits.limited(limit)
@@ -126,8 +126,8 @@ class LanguageExperiment(CorpusExperiment):
                     with_baseline=name == data,
                     progress=progress,
                 )
-                found[name] = result.as_dict() | {"limit": limit}
-                checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
+                probes[name] = result.as_dict() | {"limit": limit}
+                checkpoint.write_text(run / PROBES, json.dumps(probes, indent=1) + "\n")
 
     def is_probed(self, run: Path) -> bool:
         probed = read_results(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
@@ -137,15 +137,15 @@ class LanguageExperiment(CorpusExperiment):
         # Long lists stay in the run's folder, and facts on the data are given once.
         long = ("coefficients", "validation of each C")
         probes = {}
-        for name, found in read_results(run.path, PROBES).items():
-            short = {key: value for key, value in found["probe"].items() if key not in long}
-            probes[name] = (found if name in self.reviews else {}) | {"probe": short}
+        for name, probe in read_results(run.path, PROBES).items():
+            short = {key: value for key, value in probe["probe"].items() if key not in long}
+            probes[name] = (probe if name in self.reviews else {}) | {"probe": short}
         speed = run.as_dict()["bytes_per_second"]
-        found = {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
-        found |= read_results(run.path, FORGETTING)
+        facts = {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
+        facts |= read_results(run.path, FORGETTING)
         if bits := read_results(run.path, STREAMS).get("bits"):
-            found["median_stream"] = statistics.median(bits)
-        return found
+            facts["median_stream"] = statistics.median(bits)
+        return facts
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -155,7 +155,7 @@ class LanguageExperiment(CorpusExperiment):
             Column(
                 "steps from a block of units to another, mean",
                 lambda run, _: _path_length(run.task["model"]),
-                show=lambda found: "not connected" if inf in found else spread(found, 2),
+                show=lambda values: "not connected" if inf in values else spread(values, 2),
             ),
             Column("density of the recurrent weights", lambda run, _: f"{run.facts['density']:.3g}"),
             Column("parameters", "facts.parameters"),

@@ -107,9 +107,9 @@ class PruningExperiment(Experiment):
         """Convert a held-out figure to quality."""
         return held_out
 
-    def compared(self, found: float, dense: float) -> float:
+    def compared(self, quality: float, dense: float) -> float:
         """Compare a quality with that of the dense net."""
-        return found - dense
+        return quality - dense
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -145,18 +145,18 @@ class PruningExperiment(Experiment):
                 raise
             return
         task = trainer.task
-        found: dict[str, Any] = {"numbers": sum(parameter.numel() for parameter in model.parameters()), "density": 1.0}
+        record: dict[str, Any] = {"numbers": sum(parameter.numel() for parameter in model.parameters()), "density": 1.0}
         if isinstance(task, PruneTask):
-            found["density"] = task.method.density
-            found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
+            record["density"] = task.method.density
+            record["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
         with torch.no_grad():
-            found["held_out"] = task.evaluate(model)
+            record["held_out"] = task.evaluate(model)
             if contender == DENSE:
-                found["pruned"] = [
+                record["pruned"] = [
                     {"density": density, "held_out": task.evaluate(self._pruned(model, density))}
                     for density in self.pruned
                 ]
-        checkpoint.write_text(run / PROBED, json.dumps(found, indent=1) + "\n")
+        checkpoint.write_text(run / PROBED, json.dumps(record, indent=1) + "\n")
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         checkpoint.save(run / MODEL, tensors, {"task": task.about()})
 
@@ -280,13 +280,13 @@ class PruningExperiment(Experiment):
     def picture(self, path: Path, of: Results) -> None:
         """Draw a point per model, by time and quality; without times, draw training curves."""
         of = _of_one_race(of)
-        found = self._points(of.runs)
-        if not found:
+        points_by_method = self._points(of.runs)
+        if not points_by_method:
             super().picture(path, of)
             return
         figure, axes = figure_and_axes((8, 5.2))
         labels: list[tuple[float, float, str, str]] = []
-        for nth, (name, points) in enumerate(found.items()):
+        for nth, (name, points) in enumerate(points_by_method.items()):
             color, marker = COLORS[nth % len(COLORS)], _MARKERS[nth % len(_MARKERS)]
             x, y, densities = zip(*sorted(points), strict=True)
             axes.plot(x, y, color=color, marker=marker, ms=6)
@@ -299,7 +299,9 @@ class PruningExperiment(Experiment):
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.margins(x=0.1)
         # Models without further training may be so much worse that they would squeeze the rest.
-        trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
+        trained = [
+            quality for name, points in points_by_method.items() if name != NOT_RETRAINED for _, quality, _ in points
+        ]
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
@@ -310,7 +312,7 @@ class PruningExperiment(Experiment):
 
     def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
         """Return milliseconds, quality and density by method: a point per contender, the mean over seeds."""
-        found: dict[str, list[tuple[float, float, float]]] = {}
+        points_by_method: dict[str, list[tuple[float, float, float]]] = {}
         for name, runs in of.items():
             models = [(run.facts["sparse"], run.facts["inference"]) for run in runs]
             later = zip(*map(_pruned_later, runs), strict=True)
@@ -323,8 +325,8 @@ class PruningExperiment(Experiment):
                 ]
                 if points:
                     time, quality, density = map(fmean, zip(*points, strict=True))
-                    found.setdefault(method, []).append((time, quality, density))
-        return found
+                    points_by_method.setdefault(method, []).append((time, quality, density))
+        return points_by_method
 
 
 def _of_one_race(of: Results) -> Results:

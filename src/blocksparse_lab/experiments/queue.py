@@ -131,7 +131,7 @@ def train(
             process.join()
 
 
-def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
+def _work(job: Job, data_dir: DataDir, pipe: Connection) -> None:
     """Train and probe a run in its own process."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C reaches the queue alone, which then ends this process
@@ -141,23 +141,23 @@ def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
         try:
             trainer = of.trainer(job.contender, job.seed, job.run, of.load(data_dir))
             try:
-                trainer.train(_Reporter(trainer, told))
+                trainer.train(_Reporter(trainer, pipe))
             except BlockSparseError as error:
                 if not of.record_failure(trainer, error):
                     raise
-                told.send(News(f"a result: {error}", failed=True))
+                pipe.send(News(f"a result: {error}", failed=True))
                 return
-            of.probe(job.run, data_dir, lambda stage, done, total: told.send(News(stage, done, total)))
-            told.send(News(f"{trainer.held_out:.4f} {trainer.task.unit}", finished=True))
+            of.probe(job.run, data_dir, lambda stage, done, total: pipe.send(News(stage, done, total)))
+            pipe.send(News(f"{trainer.held_out:.4f} {trainer.task.unit}", finished=True))
         except BlockSparseError as error:
-            told.send(News(str(error), failed=True))
+            pipe.send(News(str(error), failed=True))
 
 
 class _Reporter(Callback):
     """Reports the progress of a run to the queue."""
 
-    def __init__(self, trainer: Trainer, told: Connection):
-        self.trainer, self.told, self.last, self.text = trainer, told, 0.0, ""
+    def __init__(self, trainer: Trainer, pipe: Connection):
+        self.trainer, self.pipe, self.last, self.text = trainer, pipe, 0.0, ""
 
     def logged(self, record: Mapping[str, Any]) -> None:
         if "held_out" in record:
@@ -168,6 +168,6 @@ class _Reporter(Callback):
             return
         self.last = now
         try:
-            self.told.send(News(self.text, step, self.trainer.settings.steps))
+            self.pipe.send(News(self.text, step, self.trainer.settings.steps))
         except OSError:  # the queue was killed: save and end
             os.kill(os.getpid(), signal.SIGTERM)

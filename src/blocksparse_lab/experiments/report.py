@@ -90,9 +90,9 @@ def _report(path: Path, name: str) -> Results:
 def check_no_loss(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
     """Raise if a report of these contenders and seeds would replace one that has others."""
     lost = {one: sorted(runs.keys() - set(seeds.get(one, ()))) for one, runs in existing_runs(name, out).items()}
-    if said := [f"{one}, seed {', '.join(map(str, some))}" for one, some in lost.items() if some]:
+    if lost_runs := [f"{one}, seed {', '.join(map(str, some))}" for one, some in lost.items() if some]:
         wanted = f"a folder without another report of {name}, or --add, which keeps its runs"
-        raise BlockSparseError.expected("out", wanted, f"{out}, whose report has {'; '.join(said)} too")
+        raise BlockSparseError.expected("out", wanted, f"{out}, whose report has {'; '.join(lost_runs)} too")
 
 
 def _seed(run: Run) -> int:
@@ -200,27 +200,27 @@ def thinned(points: Sequence[Any], limit: int = POINTS) -> list[Any]:
 def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the items that all records share, recursively in dicts."""
     first, *others = records
-    found = {}
+    common = {}
     for key, value in first.items():
         theirs = [other.get(key) for other in others]
         if isinstance(value, dict) and all(isinstance(other, dict) for other in theirs):
             value = shared([value, *theirs])  # type: ignore[list-item]
             if value:
-                found[key] = value
+                common[key] = value
         elif all(key in other and other[key] == value for other in others):
-            found[key] = value
-    return found
+            common[key] = value
+    return common
 
 
 def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """Remove what a record shares with others; the inverse of `merged`."""
-    found = {}
+    own_items = {}
     for key, value in record.items():
         if key not in common:
-            found[key] = value
+            own_items[key] = value
         elif isinstance(value, dict) and (own := without(value, common[key])):
-            found[key] = own
-    return found
+            own_items[key] = own
+    return own_items
 
 
 def merged(common: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class ShiftExperiment(ResNetExperiment):
             Column(
                 "largest difference of a logit by a shift",
                 "facts.consistency.difference",
-                show=lambda found: f"{max(found):.1e}",
+                show=lambda values: f"{max(values):.1e}",
             ),
         ]
 

@@ -222,14 +222,14 @@ def least_parameters(config: CharLMConfig) -> float:
     """Return a lower bound on a CharLM's parameters, without building it."""
     nodes = max(1, config.width // config.block_size)
     # Each node of a graph adds this many edges, some of which may exist.
-    kept = {
+    fraction = {
         "barabasi_albert": config.m / nodes,
         "watts_strogatz": config.neighbors / nodes,
         "random": config.density,
         "block_diagonal": 1 / config.groups,
     }.get(config.pattern, 1)
     squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
-    recurrent = squares * config.width * config.hidden * max(0, min(1, kept))
+    recurrent = squares * config.width * config.hidden * max(0, min(1, fraction))
     return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.hidden // config.stride)
 
 

@@ -61,8 +61,8 @@ class Layer(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Module:
             if config.density == 1:
                 return nn.Linear(inputs, outputs)
-            kept = max(config.density, config.block_size / min(inputs, outputs))
-            return Linear(inputs, outputs, density=kept, block_size=config.block_size)
+            fraction = max(config.density, config.block_size / min(inputs, outputs))
+            return Linear(inputs, outputs, density=fraction, block_size=config.block_size)
 
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values, self.heads_out = linear(width, 3 * width), linear(width, width)

@@ -96,8 +96,8 @@ class SparseMLP(nn.Module):
             torch.manual_seed(seed)
             for i, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
                 apart = 1_000_003 * i  # no layer shares the seed of another net's layer
-                found = _layout((n_out, n_in), epsilon, densities[i], block_size, of_layouts + apart)
-                linear = nn.Linear if found is None else partial(Linear, layout=found)
+                layout = _layout((n_out, n_in), epsilon, densities[i], block_size, of_layouts + apart)
+                linear = nn.Linear if layout is None else partial(Linear, layout=layout)
                 layer = linear(n_in, n_out)
                 self.layers.append(layer)
                 if init == "kaiming":

@@ -77,14 +77,14 @@ class ResNet(nn.Module):
         }  # fmt: skip
         self.stem = _dense_conv(channels, width, 3, 1, padding_mode)
         self.norm = nn.BatchNorm2d(width)
-        found: list[nn.Module] = []
+        layers: list[nn.Module] = []
         before = width
         for stage, count in enumerate(blocks):
             after = width << stage
             for i in range(count):
-                found.append(Residual(before, after, half=stage > 0 and i == 0, **about))
+                layers.append(Residual(before, after, half=stage > 0 and i == 0, **about))
                 before = after
-        self.blocks = nn.Sequential(*found)
+        self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(before, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -201,8 +201,8 @@ class ClassifyTask(EpochTask):
         """Return the error rate on the held-out rows in %."""
         wrong, count = 0, 0
         for rows, labels in self.data.held_out(_EVALUATED_AT_ONCE * self.batch):
-            found = model(rows.to(self.device)).argmax(1).cpu()
-            wrong, count = wrong + int((found != labels).sum()), count + len(labels)
+            predicted = model(rows.to(self.device)).argmax(1).cpu()
+            wrong, count = wrong + int((predicted != labels).sum()), count + len(labels)
         return 100 * wrong / count
 
     def state_dict(self) -> dict[str, Tensor]:

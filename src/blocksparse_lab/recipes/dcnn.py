@@ -96,9 +96,9 @@ def growth(
     >>> 0.8 < per_node[1] / per_node[0] < 1.25
     True
     """
-    found = []
+    rows = []
     for n in nodes:
         edges = np.array(nx.barabasi_albert_graph(n, m, seed=seed).edges).T
         diffusion = Diffusion(torch.from_numpy(edges.copy()), n, HOPS, threshold)
-        found.append((n, sum(diffusion.nnz), diffusion.nbytes))
-    return found
+        rows.append((n, sum(diffusion.nnz), diffusion.nbytes))
+    return rows

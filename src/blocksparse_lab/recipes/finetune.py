@@ -76,10 +76,10 @@ def in_batches(some: Labelled, longest: int, batch: int) -> Iterator[tuple[Tenso
 def padded(some: Labelled, longest: int) -> tuple[Tensor, Tensor]:
     """Return the last bytes of texts, `[texts, time]`, and their labels."""
     data = [np.frombuffer(encode(text)[-longest:], np.uint8) for text in some.texts]
-    found = np.full((len(data), max(map(len, data))), END, np.int64)
-    for row, one in zip(found, data, strict=True):
+    filled = np.full((len(data), max(map(len, data))), END, np.int64)
+    for row, one in zip(filled, data, strict=True):
         row[: len(one)] = one
-    return torch.from_numpy(found), torch.tensor(some.labels)
+    return torch.from_numpy(filled), torch.tensor(some.labels)
 
 
 def trainer(
@@ -118,13 +118,13 @@ def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Pro
     task = checkpoint.task_of(checkpoint.about(Path(run) / "last.safetensors"))
     with torch.inference_mode():
         for text, labels in in_batches(splits.test, task["data"]["longest"], 4 * task["batch"]):
-            found = model(text.to(device)).argmax(1).cpu()
-            wrong, count = wrong + int((found != labels).sum()), count + len(labels)
+            predicted = model(text.to(device)).argmax(1).cpu()
+            wrong, count = wrong + int((predicted != labels).sum()), count + len(labels)
             if progress is not None:
                 progress(count, len(splits.test))
-    kept = {"test error": 100 * wrong / count, "texts": count}
-    checkpoint.write_text(Path(run) / TESTED, f"{json.dumps(kept)}\n")
-    return kept["test error"]
+    results = {"test error": 100 * wrong / count, "texts": count}
+    checkpoint.write_text(Path(run) / TESTED, f"{json.dumps(results)}\n")
+    return results["test error"]
 
 
 def load(path: str | Path) -> TextClassifier:

@@ -41,12 +41,12 @@ def forgetting(model: Any, text: Tensor) -> dict[str, float]:
     first, second, after = text[: pairs * of_a_pair].long().split([pairs * BEFORE, pairs * BEFORE, pairs * AFTER])
     state = model.initial_state(2 * pairs)
     device = state[-1].device
-    found = []
+    differences = []
     for part in (torch.cat([first, second]).view(2 * pairs, BEFORE), after.view(pairs, AFTER).repeat(2, 1)):
         _, state = model.outputs(part.T.contiguous().to(device), state)
         cell = state[-1].flatten(0, -3).movedim(-2, 0).flatten(1).float()  # [texts, cells of all layers]
-        found.append((cell[:pairs] - cell[pairs:]).square().mean(0).sqrt())
-    before, then = found
+        differences.append((cell[:pairs] - cell[pairs:]).square().mean(0).sqrt())
+    before, then = differences
     if not before.any():
         raise BlockSparseError.expected("text", "parts that differ, and so leave different cells", "none")
     return {

@@ -57,7 +57,7 @@ def read(run: str | Path) -> RunLayouts:
 
 def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], list[str]]:
     """Return the sparse topology distances of runs, None for pairs that cannot be compared, and the reasons."""
-    found: list[list[float | None]] = [[None] * len(nets) for _ in nets]
+    matrix: list[list[float | None]] = [[None] * len(nets) for _ in nets]
     refused = {net.name: reason for net in nets if (reason := _refusal(net))}
     reasons = [f"{name}: {reason}" for name, reason in refused.items()]
     for i, a in enumerate(nets):
@@ -65,10 +65,10 @@ def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], lis
             if a.name in refused or b.name in refused:
                 continue
             try:
-                found[i][j] = found[j][i] = _distance(a, b)
+                matrix[i][j] = matrix[j][i] = _distance(a, b)
             except BlockSparseError as error:
                 reasons.append(f"{b.name} and {a.name}: {error}")
-    return found, reasons
+    return matrix, reasons
 
 
 def _refusal(net: RunLayouts) -> str:
@@ -90,7 +90,7 @@ def _distance(a: RunLayouts, b: RunLayouts) -> float:
 def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[str, Layer]:
     """Return the layers of a `SparseMLP`; pruning may have changed their sizes, which are those of the biases."""
     layers: dict[str, Layer] = {}
-    names = {found[0] for name in tensors if (found := re.match(r"layers\.\d{1,9}(?=\.)", name))}
+    names = {match[0] for name in tensors if (match := re.match(r"layers\.\d{1,9}(?=\.)", name))}
     for name in sorted(names, key=_number):
         if (bias := tensors.get(f"{name}.bias")) is None:
             raise BlockSparseError.expected(f"{path}, {name}", "a bias", "none")

@@ -162,7 +162,7 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
     `at_most` limits the held-out positions; the training text is evaluated at 20,000 positions at most.
     """
     context = race.settings.context
-    found = []
+    results = []
     for name, model in race.models.items():
         train = bits_per_byte(model, race.text.train, context, min(at_most or 20_000, 20_000))
         held_out = bits_per_byte(model, race.text.held_out, context, at_most)
@@ -171,8 +171,8 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
         step = Spread.of(curve.seconds[min(5, len(curve.seconds) - 1) :])
         rate = race.learning_rates[name]
         sizes = model.width, parameters(model), multiply_adds(model)
-        found.append(Outcome(name, *sizes, rate, train, held_out, step, curve))
-    return found
+        results.append(Outcome(name, *sizes, rate, train, held_out, step, curve))
+    return results
 
 
 def contenders(

@@ -253,8 +253,8 @@ def grid(images: Tensor, gap: int = 1) -> np.ndarray:
     n, _, height, width = images.shape
     columns = math.ceil(math.sqrt(n))
     rows = math.ceil(n / columns)
-    found = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    canvas = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
     for nth, image in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
         y, x = nth // columns * (height + gap), nth % columns * (width + gap)
-        found[y : y + height, x : x + width] = image
-    return found
+        canvas[y : y + height, x : x + width] = image
+    return canvas

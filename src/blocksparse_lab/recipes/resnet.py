@@ -110,8 +110,8 @@ def augment(
     mirrored = rng.random(batch)[mine] < 0.5
     cols[mirrored] = cols[mirrored, ::-1]
     wide = F.pad(images, (margin,) * 4).permute(0, 2, 3, 1)
-    found = wide[torch.arange(n)[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(cols)[:, None]]
-    return found.permute(0, 3, 1, 2)
+    moved = wide[torch.arange(n)[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(cols)[:, None]]
+    return moved.permute(0, 3, 1, 2)
 
 
 def options(settings: ResNetSettings, images: Images) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def shift_consistency(
     The result is also saved in the run as `consistency.json`.
     """
     check_shifted(count, images)
-    found = consistency(load(run), ImageRows(images).standardised(images.test[:count]), progress)
-    checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(found), indent=1)}\n")
-    return found
+    result = consistency(load(run), ImageRows(images).standardised(images.test[:count]), progress)
+    checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(result), indent=1)}\n")
+    return result
 
 
 def check_shifted(count: int, images: Images) -> None:

@@ -188,8 +188,8 @@ def _sklearn() -> Any:
     try:
         import sklearn
     except ImportError as error:
-        said = f"the probe needs scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
-        raise BlockSparseError(said) from error
+        message = f"the probe needs scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+        raise BlockSparseError(message) from error
     return sklearn
 
 
@@ -264,27 +264,27 @@ def evaluate(
     if of not in STATES:
         raise BlockSparseError.expected("of", f"one of {', '.join(STATES)}", of)
 
-    def tell(what: str) -> Progress:
+    def reporter(what: str) -> Progress:
         return lambda done, total: progress(what, done, total) if progress is not None else None
 
     labelled = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     parts: list[np.ndarray] = []
     model = None
     for name, part in labelled.items():
-        found = cache.load(part.texts) if cache is not None else None
-        if found is None:
+        states = cache.load(part.texts) if cache is not None else None
+        if states is None:
             model = model if model is not None else load()
-            told = tell(f"reading {splits.name}, {name}")
-            found = features(model, part.texts, batch=batch, chunk=chunk, progress=told)
+            report = reporter(f"reading {splits.name}, {name}")
+            states = features(model, part.texts, batch=batch, chunk=chunk, progress=report)
             if cache is not None:
-                cache.save(part.texts, found)
-        if of not in found:
-            raise BlockSparseError.expected("of", f"one of {', '.join(found)} for a model without `outputs`", of)
-        parts.append(found[of])
+                cache.save(part.texts, states)
+        if of not in states:
+            raise BlockSparseError.expected("of", f"one of {', '.join(states)} for a model without `outputs`", of)
+        parts.append(states[of])
     if standardize:
         parts = standardized(parts)
     labels = [part.labels for part in labelled.values()]
-    fitted = probe(parts, labels, seed=seed, progress=tell("fitting the probe"))
+    fitted = probe(parts, labels, seed=seed, progress=reporter("fitting the probe"))
     unit = single_unit(parts, labels, fitted.coefficients)
     values = None if unit is None else parts[2][:, unit.index]
     words = baseline(splits, seed=seed) if with_baseline else None
@@ -298,10 +298,10 @@ def standardized(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [((part - mean) / scale).astype(np.float32) for part in parts]
 
 
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
     # JSON has no infinity, the threshold of a unit that puts all texts into one class.
     return {
-        name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in found.items()
+        name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in record.items()
     }
 
 

@@ -159,15 +159,15 @@ def _plain(path: Path, tensors: Mapping[str, Tensor]) -> StoredModel:
         parent._modules[last] = layer
 
     def stored(model: nn.Module) -> dict[str, Tensor]:
-        found = dict(tensors)
+        state = dict(tensors)
         for name, place in places.items():
             layer = model.get_submodule(place)
             if type(layer) is not nn.Linear:
-                del found[name]
+                del state[name]
                 # Name the weight as a layer's state dict does, or as an LSTM with several weights does.
                 prefix = name.removesuffix("weight") if name.split(".")[-1] == "weight" else f"{name}."
-                found |= {prefix + part: tensor for part, tensor in layer.state_dict().items()}
-        return found
+                state |= {prefix + part: tensor for part, tensor in layer.state_dict().items()}
+        return state
 
     tables = tuple(place for name, place in places.items() if "emb" in name)
     return StoredModel(model, FILE, {"sparsified": True}, stored, tables)

@@ -53,7 +53,7 @@ def features(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with_means = hasattr(model, "outputs")
     # Decay of a hidden state's weight per byte.
-    kept = {"fading": 0.5 ** (1 / HALF_LIFE), "mean": 1.0} if with_means else {}
+    decays = {"fading": 0.5 ** (1 / HALF_LIFE), "mean": 1.0} if with_means else {}
     out: dict[str, np.ndarray] = {}
     read, total = 0, int(lengths.sum())
     training = model.training
@@ -68,14 +68,14 @@ def features(
                     side[: lengths[row], column] = data[row]
                 text = torch.from_numpy(side).to(device)
                 state = tuple(part.to(device) for part in model.initial_state(len(rows)))
-                sums: dict[str, Any] = dict.fromkeys(kept, 0.0)  # sums of hidden states over time
-                totals = dict.fromkeys(kept, 0.0)  # sums of their weights
+                sums: dict[str, Any] = dict.fromkeys(decays, 0.0)  # sums of hidden states over time
+                totals = dict.fromkeys(decays, 0.0)  # sums of their weights
                 ended = 0
                 for begin, end in pairwise(_call_bounds(lengths[rows], chunk)):
                     # Skip the scores of 256 bytes if the model can.
                     y, state = (model.outputs if with_means else model)(text[begin:end, ended:], state)
                     read += (end - begin) * (len(rows) - ended)
-                    for name, part in kept.items():
+                    for name, part in decays.items():
                         weights = part ** torch.arange(end - begin - 1, -1, -1.0, device=device)
                         sums[name] = sums[name] * part ** (end - begin) + torch.tensordot(weights, y.float(), 1)
                         totals[name] = totals[name] * part ** (end - begin) + float(weights.sum())
@@ -157,13 +157,13 @@ class CachedFeatures:
         from safetensors.numpy import load_file
 
         try:
-            found = load_file(self.path(texts))
+            features = load_file(self.path(texts))
         except (OSError, SafetensorError):
             return None
-        whole = all(of.ndim == 2 and len(of) == len(texts) for of in found.values())
-        return found if "cell" in found and whole else None
+        whole = all(of.ndim == 2 and len(of) == len(texts) for of in features.values())
+        return features if "cell" in features and whole else None
 
-    def save(self, texts: Sequence[str], found: Mapping[str, np.ndarray]) -> None:
+    def save(self, texts: Sequence[str], states: Mapping[str, np.ndarray]) -> None:
         """Save the features of these texts."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -176,7 +176,7 @@ class CachedFeatures:
                 name, state, _ = old.stem.rsplit("-", 2)
                 if name == self.name and state != self.state:
                     old.unlink(missing_ok=True)
-            save_file({name: np.ascontiguousarray(of) for name, of in found.items()}, part)
+            save_file({name: np.ascontiguousarray(of) for name, of in states.items()}, part)
             part.replace(path)
         except (OSError, SafetensorError) as error:
             self.note = f"the features could not be kept in {self.folder}: {error}"

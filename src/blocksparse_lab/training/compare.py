@@ -140,8 +140,8 @@ class Group:
     @property
     def held_out(self) -> tuple[float, float] | None:
         """Mean and standard deviation of the newest figures of `comparable`; the deviation of one run is 0."""
-        found = [run.held_out for run in self.comparable if run.held_out is not None]
-        return _spread(found) if found else None
+        figures = [run.held_out for run in self.comparable if run.held_out is not None]
+        return _spread(figures) if figures else None
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -196,18 +196,20 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     units = list(dict.fromkeys(run.unit for run in runs))
     if len(units) > 1:
         raise BlockSparseError.expected("runs", "figures of one unit", " and ".join(units))
-    found: dict[str, list[Run]] = {}
+    by_identity: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps(_without_seed(run), sort_keys=True), []).append(run)
-    meant = [_flat(_without_seed(of[0])) for of in found.values()]
+        by_identity.setdefault(json.dumps(_without_seed(run), sort_keys=True), []).append(run)
+    identities = [_flat(_without_seed(of[0])) for of in by_identity.values()]
     differ = [
-        key for key in dict.fromkeys(k for one in meant for k in one) if len({str(m.get(key)) for m in meant}) > 1
+        key
+        for key in dict.fromkeys(k for one in identities for k in one)
+        if len({str(m.get(key)) for m in identities}) > 1
     ]
     # Run names are the shortest labels if every group has one run.
-    alone = all(len(of) == 1 for of in found.values())
+    alone = all(len(of) == 1 for of in by_identity.values())
     return [
         Group(of[0].name if alone else _label(one, differ) or of[0].name, tuple(of))
-        for one, of in zip(meant, found.values(), strict=True)
+        for one, of in zip(identities, by_identity.values(), strict=True)
     ]
 
 
@@ -284,10 +286,10 @@ def _without_seed(run: Run) -> dict[str, Any]:
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     """Flatten nested dicts to leaves by their last key, which keeps labels short."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value) if isinstance(value, dict) else {key: value}
-    return found
+        leaves |= _flat(value) if isinstance(value, dict) else {key: value}
+    return leaves
 
 
 def _label(meant: dict[str, Any], differ: Sequence[str]) -> str:

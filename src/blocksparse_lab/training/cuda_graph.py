@@ -18,19 +18,19 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
-    said: Exception | None = None
+    cause: Exception | None = None
     try:
         with torch.cuda.graph(graph, stream=stream):
             try:
                 yield
             except Exception as error:
-                said = error
+                cause = error
                 raise
     except Exception as error:
         generator.graphsafe_set_state(before)
         with suppress(RuntimeError):  # PyTorch may have ended it
             torch._C._cuda_endAllocateToPool(device, graph.pool())
-        raise said or error from None
+        raise cause or error from None
 
 
 class GraphedStep:

@@ -69,11 +69,11 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
             check(f"model.{name}", [None, *tensor.shape[1:]], tensor.dtype if last == "values" else None)
         else:
             check(f"model.{name}", list(tensor.shape), tensor.dtype)
-    found = part(tensors, "ema.")
-    if found.keys() != set(means):
-        one = sorted(found.keys() ^ set(means))[0]
+    stored_means = part(tensors, "ema.")
+    if stored_means.keys() != set(means):
+        one = sorted(stored_means.keys() ^ set(means))[0]
         raise BlockSparseError.expected(str(path), "the running means of the run", f"ema.{one} only in one of them")
-    for name in found:
+    for name in stored_means:
         check(f"ema.{name}", list(stored[name].shape), stored[name].dtype)
     for name in part(tensors, "optimizer."):
         parameter, _, key = name.rpartition(".")
@@ -106,9 +106,9 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def checked_result(path: Path) -> dict[str, Any]:
     """Read `result.json` and check the numbers that every result has."""
-    found = read_result(path)
+    content = read_result(path)
     for name in ("held_out", "steps", "seconds", "bytes_per_second"):
-        if not isinstance(found.get(name), int | float):
+        if not isinstance(content.get(name), int | float):
             wanted = f"a number; {_AGAIN}"
-            raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{found.get(name)!r:.99}")
-    return found
+            raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{content.get(name)!r:.99}")
+    return content

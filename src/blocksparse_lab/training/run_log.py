@@ -62,13 +62,13 @@ class RunLog:
         """
         with self._disk_errors():
             self._file.seek(0)
-            kept = last = 0
+            length = last = 0
             for line in self._file:
                 if (at := _step(line)) > step:
                     break
-                kept, last = kept + len(line), int(at)
+                length, last = length + len(line), int(at)
             if drop:
-                self._file.truncate(kept)
+                self._file.truncate(length)
         return last
 
     def open_tensorboard(self, after: int) -> bool:

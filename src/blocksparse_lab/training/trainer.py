@@ -361,9 +361,9 @@ class Trainer:
         # In place, because FSDP2 gathers from its own memory.
         for name, mean in self.ema.items():
             own, other = sharding.local_shard(self.parameters[name]), sharding.local_shard(mean)
-            kept = own.clone()
+            copy = own.clone()
             own.copy_(other)
-            other.copy_(kept)
+            other.copy_(copy)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -499,10 +499,10 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts to values by dotted keys, as they come back from JSON."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            leaves |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = json.loads(json.dumps(value))
-    return found
+            leaves[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return leaves
