@@ -17,7 +17,7 @@ from blocksparse import checkpoint
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.experiments import language, queue, report
-from blocksparse_lab.experiments.experiment import folders
+from blocksparse_lab.experiments.experiment import run_folders
 from blocksparse_lab.experiments.language import LanguageContender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes.charlm import CharLMSettings
@@ -235,7 +235,7 @@ def test_mistakes_are_said_before_the_training(tiny, tmp_path):
 def test_only_folders_that_end_in_a_seed_are_runs(tmp_path):
     for name in ("dense-10", "dense-9", "dense-00", "dense-\u00b2", "dense-1a", "dense", "wide-1"):
         (tmp_path / name).mkdir()
-    assert [run.name for run in folders(tmp_path, "dense")] == ["dense-9", "dense-10"]
+    assert [run.name for run in run_folders(tmp_path, "dense")] == ["dense-9", "dense-10"]
 
 
 def test_what_is_damaged_is_named_and_nothing_is_lost(tiny, tmp_path):

@@ -76,6 +76,7 @@ def _comparable(distances: list[list[float | None]]) -> list[int]:
 
 
 def _measures(layers: Mapping[str, BlockLayout], summaries: Mapping[str, Summary]) -> Table:
+    """Build the table of each layout's measures."""
     made = table(("run, layer", "out x in", "density", "parts", "path", "mixes", "clustering", "hub load"))
     for name, layout in layers.items():
         one = summaries[name]
@@ -93,6 +94,7 @@ def _measures(layers: Mapping[str, BlockLayout], summaries: Mapping[str, Summary
 
 
 def _distances(names: list[str], distances: list[list[float | None]]) -> Table:
+    """Build the table of distances between runs."""
     shown = [["-" if value is None else f"{value:.3f}" for value in row] for row in distances]
     made = table(("NNSTD", *names), [(name, *row) for name, row in zip(names, shown, strict=True)])
     for column in made.columns:

@@ -102,6 +102,7 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
 
 
 def _example(console: Console, story: Story, sizes: Sizes) -> None:
+    """Run the 2017 example and print its errors and times."""
     from ..recipes import example_2017
     from .demo_page import example_rows
 
@@ -120,6 +121,7 @@ def _example(console: Console, story: Story, sizes: Sizes) -> None:
 
 
 def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
+    """Time products at several densities and print bars."""
     from ..bench.linear import LinearBench
     from ..bench.linear_specs import LinearSpec
     from .demo_page import speedup_row
@@ -144,6 +146,7 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
 
 
 def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: Any) -> None:
+    """Run the race, with a live plot, and print its result."""
     from ..recipes import next_byte
     from .demo_page import Training, compared, verdict
 
@@ -224,6 +227,7 @@ def plot(
 
 
 def _now(race: Race) -> str:
+    """Describe the newest step of the race."""
     shown = [
         f"[{style}]{curve.held_out[-1]:.3f}[/]"
         for curve, style in zip(race.curves.values(), (DENSE, SPARSE), strict=True)

@@ -95,6 +95,7 @@ def bits_range(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def example_rows(example: Example) -> list[tuple[str, list[str]]]:
+    """Return the rows of the 2017 example's table."""
     samples, layout = example.samples, example.layout
     return [
         ("stored", [f"{layout.nnz:,} of {layout.grid[0] * layout.grid[1]:,} blocks, density {layout.density:.2f}"]),
@@ -112,6 +113,7 @@ def speedup_row(result: CaseResult) -> tuple[str, list[str]]:
 
 
 def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
+    """Draw speed-up against density."""
     by_density = sorted(results, key=lambda result: result.density)
     density = [result.density for result in by_density]
     medians = [result.speedup("dense").median for result in by_density]
@@ -137,6 +139,7 @@ def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
 
 
 def _training(training: Training) -> dict[str, Any]:
+    """Return what the page shows of the race."""
     outcomes = training.outcomes
     dense, sparse = outcomes
     return {
@@ -154,6 +157,7 @@ def _training(training: Training) -> dict[str, Any]:
 
 
 def _curves(training: Training) -> Any:
+    """Draw the held-out curves."""
     figure, (by_step, by_time) = axes_for_page((9.4, 3.2), columns=2, sharey=True)
     for outcome, color in zip(training.outcomes, (DENSE, SPARSE), strict=True):
         curve = outcome.curve
@@ -172,6 +176,7 @@ def _curves(training: Training) -> Any:
 
 
 def _weights(layouts: ByteLayouts, narrow: int) -> Any:
+    """Draw the weights of both models to scale."""
     hidden = layouts.hidden[0]
     shown: list[tuple[str, tuple[int, int], BlockLayout | None]] = [
         ("dense", (narrow, narrow), None),

@@ -91,6 +91,7 @@ def experiment(
 
 
 def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
+    """Raise if a contender or a seed is invalid."""
     from ..experiments.experiment import check_only
 
     check_only(only, (contender for of in chosen.values() for contender in of.contenders))
@@ -110,6 +111,7 @@ def _check_no_loss(name: str, of: Experiment, runs: Path, out: Path, only: Any, 
 
 
 def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any) -> None:
+    """Train and probe the runs of one experiment in this process."""
     for trainer in of.trainers(runs, data_dir, only, seeds):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         try:
@@ -135,6 +137,7 @@ def _side_by_side(
     cores: int | None,
     hours: float | None,
 ) -> None:
+    """Train the missing runs of several experiments in processes of one thread, and write the reports."""
     from torch import cuda
 
     from .. import experiments

@@ -179,6 +179,7 @@ def build(
 
 
 def _shape(features: int | None, shape: str | None) -> tuple[int, int]:
+    """Return (out, in) features from --features or --shape."""
     if (features is None) == (shape is None):
         raise BlockSparseError.expected("size", "--features N or --shape OUT,IN", "both" if shape else "neither")
     if features is not None:
@@ -191,6 +192,7 @@ def _shape(features: int | None, shape: str | None) -> tuple[int, int]:
 
 
 def _table(pattern: str, layout: BlockLayout) -> Table:
+    """Build the table of a layout's measures."""
     table = Table(title=pattern, box=None, show_header=False, title_style="bold", title_justify="left", pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -220,6 +222,7 @@ def sources(layout: BlockLayout) -> int | None:
 
 
 def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
+    """Return names and values of the measures of a layout as a graph."""
     from blocksparse import topology
 
     some = sources(layout)
@@ -252,6 +255,7 @@ def _degrees(counts: np.ndarray) -> str:
 
 
 def _draw(picture: str, pattern: str, given: dict[str, Any], path: Path, title: str, layout: BlockLayout) -> None:
+    """Write the requested picture."""
     from blocksparse.topology import drawings
 
     if picture == "replacement":
@@ -267,6 +271,7 @@ def _draw(picture: str, pattern: str, given: dict[str, Any], path: Path, title: 
 
 
 def _replacement(pattern: str, given: dict[str, Any], path: Path, title: str, layout: BlockLayout) -> None:
+    """Draw sparse layers with the compute of a dense one."""
     from blocksparse import patterns
     from blocksparse.topology.drawings import Replacement, replacement
 

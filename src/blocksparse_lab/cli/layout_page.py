@@ -83,6 +83,7 @@ def render(title: str, text: str, shown: Sequence[Shown], distances: Distances |
 
 
 def _packed(one: Shown) -> dict[str, Any]:
+    """Return a layout as the page's script reads it."""
     layout = one.layout
     step = -(-max(layout.grid) // LARGEST)
     if layout.nnz > BLOCKS:  # cells of several blocks
@@ -114,6 +115,7 @@ def _base64(numbers: np.ndarray) -> str:
 
 
 def _degrees(layout: BlockLayout) -> Any:
+    """Return histograms of the degrees of rows and columns."""
     figure, axes = page.axes_for_page((9.4, 2.8), columns=2)
     for one, counts, name in zip(axes, degrees(layout), ("row", "column"), strict=True):
         edges = bins(counts.numpy())

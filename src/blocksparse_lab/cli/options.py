@@ -77,6 +77,7 @@ def _dataclass_of(annotation: Any) -> tuple[type | None, bool]:
 
 
 def _option(of: Field[Any], hint: Any, only_given: bool) -> inspect.Parameter:
+    """Turn a dataclass field into a typer parameter."""
     flag = f"--{of.metadata['option'] or of.name.replace('_', '-')}"
     info = typer.Option(flag, help=of.metadata["help"])
     default: Any = None if only_given else of.default

@@ -112,6 +112,7 @@ def _changed(device: Hardware, **given: float | None) -> Hardware:
 
 
 def _table(candidates: list[Plan], chosen: Plan | None) -> Table:
+    """Build the table of all plans, with the recommended one marked."""
     rows = []
     for each in candidates:
         colour = "bold green" if each is chosen else "" if each.fits else "red"
@@ -135,6 +136,7 @@ def _memory(candidates: list[Plan]) -> Table:
 
 
 def _measure(console: Console, processes: int, json_file: Path | None) -> None:
+    """Measure this machine and print or write its rates."""
     from ..planner.hardware import as_json
     from ..planner.measure import measure
 

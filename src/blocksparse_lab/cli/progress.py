@@ -110,6 +110,7 @@ def _at(trainer: Trainer, step: int) -> str:
 
 
 def _speed(trainer: Trainer, record: Mapping[str, Any]) -> str:
+    """Format bytes, rows or images per second."""
     task, bytes_per_second = trainer.task, record["bytes_per_second"]
     if task.samples_per_step is None:
         return f"{bytes_per_second:,.0f} bytes/s"

@@ -41,6 +41,7 @@ def sample(
 
 
 def _draw(path: Path, count: int, out: Path, seed: int) -> None:
+    """Draw images into a PNG."""
     from blocksparse.topology.drawings.style import image_writer
 
     from ..recipes import pixelcnn
@@ -58,6 +59,7 @@ def _draw(path: Path, count: int, out: Path, seed: int) -> None:
 
 
 def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int | None, seed: int) -> None:
+    """Print text byte by byte."""
     from ..recipes import language_model
 
     model = language_model.load(path)

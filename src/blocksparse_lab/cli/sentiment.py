@@ -116,6 +116,7 @@ def sentiment(
 
 
 def _table(result: Result) -> Table:
+    """Build the table of accuracies."""
     probe, unit, words = result.probe, result.unit, result.baseline
     title = f"probe, {probe.used:,} of {result.width:,} features, C {_power(probe.strength)}"
     rows: list[tuple[str, Any, str | None]] = [(title, probe, "bold")]
@@ -136,6 +137,7 @@ def _power(strength: float) -> str:
 
 
 def _remarks(result: Result) -> list[str]:
+    """Return warnings about the result."""
     remarks = []
     if result.unit is None:
         remarks.append("no feature helps on the validation part: all coefficients are zero, and there is no best unit")

@@ -339,6 +339,7 @@ def _set_pace(how: S, parallel: Parallel) -> S:
 
 
 def _describe_net(config: CharLMConfig) -> str:
+    """Describe the cell and the recurrent weights."""
     wired = {
         "dense": "dense",
         "barabasi_albert": f"Barabasi-Albert with m {config.m}",

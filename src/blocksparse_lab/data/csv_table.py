@@ -78,7 +78,7 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
     >>> from blocksparse_lab.data import csv_table
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "animals.csv")
-    ...     _ = path.write_text("legs,wings,label\n4,0,cat\n2,2,bird\n")
+    ...     _ = path.write_text("legs,wings,label\\n4,0,cat\\n2,2,bird\\n")
     ...     csv_table.read(path)
     (tensor([[4., 0.],
             [2., 2.]]), tensor([1, 0]), ('bird', 'cat'))
@@ -164,6 +164,7 @@ def _is_number(text: str, most: float | None = None) -> bool:
 
 
 def _label_column(path: str | Path, header: list[str]) -> int:
+    """Return the index of the column of labels."""
     columns = [at for at, name in enumerate(header) if name.lower() in LABEL_COLUMNS]
     if len(columns) != 1 or len(header) < 2:
         shown = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")

@@ -82,6 +82,7 @@ def located(
 
 
 def _download(url: str, known_hash: str, path: Path, progress: Progress | None) -> None:
+    """Download a file by pooch, which checks its hash."""
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
@@ -90,6 +91,7 @@ def _download(url: str, known_hash: str, path: Path, progress: Progress | None) 
 
 
 def _unpack(archive: Path, target: Path) -> None:
+    """Unpack an archive to a folder that appears only when complete."""
     # Rename at the end, so that half an archive is never taken for the data set.
     with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)

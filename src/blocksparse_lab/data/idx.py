@@ -64,6 +64,7 @@ def mnist(folder: str | Path) -> Images:
 
 
 def _find(folder: str | Path, name: str) -> Tensor:
+    """Read a published file, gzipped or not."""
     for path in (files.path_of("folder", folder) / file for file in (f"{name}.gz", name)):
         if os.path.exists(path):
             return read(path)

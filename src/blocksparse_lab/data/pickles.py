@@ -144,6 +144,7 @@ class _Reader(pickle._Unpickler):  # the Python version, whose opcodes can be ov
         return _KNOWN[module, name]
 
     def _with_plain_keys(self, code: bytes, keys: slice) -> None:
+        """Run a dict opcode after a check of its keys."""
         for key in self.stack[keys]:
             if not isinstance(key, str | bytes | int | float):
                 raise PickleError(f"a {type(key).__name__} as a key")

@@ -65,6 +65,7 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
 
 
 def _graph(name: str, contents: dict[str, Any], tested: np.ndarray) -> Graph:
+    """Build the graph from the unpickled files."""
     edges, count = _edges(contents["graph"])
     known, others = ([_matrix(part, contents[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
     if known[0].shape[0] != known[1].shape[0]:
@@ -111,6 +112,7 @@ def _matrix(part: str, stored: Any) -> Any:
 
 
 def _array(part: str, stored: Any, dimensions: int) -> np.ndarray:
+    """Return an array of a file, checked for its number of dimensions."""
     if not isinstance(stored, pickles.Array):
         raise ValueError(f"{part} without an array")
     array = stored.numpy()
@@ -136,6 +138,7 @@ def _edges(graph: Any) -> tuple[np.ndarray, int]:
 
 
 def _numbers(path: Path, name: str) -> np.ndarray:
+    """Read the node numbers of the index file."""
     fields = files.read(path, name).split()
     # Up to 18 digits fit into int64.
     if not all(text.isdigit() and len(text) <= 18 for text in fields):

@@ -88,8 +88,8 @@ def encode(text: str) -> bytes:
     (2017).
 
     >>> from blocksparse_lab.data.reviews import encode
-    >>> encode("Plain &amp;\nsimple. ")
-    b'\n Plain & simple. '
+    >>> encode("Plain &amp;\\nsimple. ")
+    b'\\n Plain & simple. '
     """
     text = html.unescape(text).replace("\n", " ").strip()
     # JSON may contain half a surrogate pair, which UTF-8 cannot encode.
@@ -208,6 +208,7 @@ def stratified(labels: Sequence[int], part: float, seed: int) -> tuple[list[int]
 
 
 def _column(path: str | Path, header: list[str], names: tuple[str, ...]) -> int:
+    """Return the index of the only column with one of these names."""
     columns = [at for at, name in enumerate(header) if name in names]
     if len(columns) != 1:
         raise BlockSparseError.expected(f"{path}, line 1", f"one column named {' or '.join(names)}", header)

@@ -31,7 +31,7 @@ def python_topics() -> bytes:
 
     >>> from blocksparse_lab.data import text
     >>> text.python_topics()[:37].decode()
-    'The "assert" statement\n**************'
+    'The "assert" statement\\n**************'
     """
     from pydoc_data.topics import topics
 

@@ -51,6 +51,7 @@ class Column:
     show: Callable[[list[Any]], str] | None = None
 
     def value(self, run: Run, contender: Any) -> Any:
+        """Return the value of a run."""
         if callable(self.of):
             return self.of(run, contender)
         first, *keys = self.of.split(".")
@@ -105,6 +106,7 @@ class Column:
         return cells
 
     def _independent(self, values_of: list[float], base: list[float], *notes: str) -> str:
+        """Format the difference of independent runs."""
         ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (values_of, base))
         cell = f"{fmean(ours):+,.{self.digits}f}"
         if min(len(ours), len(theirs)) > 1:
@@ -112,6 +114,7 @@ class Column:
         return noted(cell, *notes, chance(ours, theirs))
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
+        """Format the values of all seeds."""
         if self.show or not values:
             return self.show(values) if self.show and values else "-"
         different = list(dict.fromkeys(map(format_setting, values)))

@@ -118,6 +118,7 @@ class FineTuningExperiment(Experiment):
 
 
 def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
+    """Fine-tune the models of one language experiment, and train them from scratch."""
     # Learning rate: after two epochs on the last 512 bytes of 4,000 texts, the dense model of imdb-long has a
     # validation error of 37.4, 33.2 and 34.6 % at 0.001, 0.002 and 0.004, and the block-sparse one of 28.9 % at
     # 0.002. At 0.01 both had learnt nothing after 200 steps on all texts. Half of the reviews have fewer than 1,000

@@ -226,6 +226,7 @@ def _named(data: str, of: str) -> str:
 
 
 def _path_length(model: Mapping[str, Any]) -> float:
+    """Return the mean path length of the recurrent layout; infinity if it is not connected."""
     layout = CharLMConfig(**model).layout
     if layout is None:
         return 1.0
@@ -233,6 +234,7 @@ def _path_length(model: Mapping[str, Any]) -> float:
 
 
 def _pattern(model: Mapping[str, Any]) -> str:
+    """Describe the recurrent weights."""
     blocks = f", blocks of {model['block_size']}"
     pattern = {
         "dense": f"dense, projected to {projection}" if (projection := model.get("projection")) else "dense",

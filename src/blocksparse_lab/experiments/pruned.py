@@ -117,6 +117,7 @@ def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> di
 
 
 def _classifier() -> PruningExperiment:
+    """Prune an MLP on Fashion-MNIST by all methods."""
     skip = ("layers.2",)  # the weight of ten outputs
     return ClassifierPruning(
         about="An MLP 784-4096-4096-10 on Fashion-MNIST, dense and made block-sparse in blocks of 32 by training",
@@ -157,6 +158,7 @@ def _inputs() -> PruningExperiment:
 
 
 def _language() -> PruningExperiment:
+    """Prune an LSTM on Wikipedia by all methods."""
     skip = ("recurrent.weight_ih_l0",)  # the weight of the embedding
     # In short runs, an early choice of the layout is better: 2.80, 2.94 and 3.05 bits per character with 512 units if
     # a fifth, two fifths and two thirds of the steps search.

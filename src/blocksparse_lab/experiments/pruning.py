@@ -127,6 +127,7 @@ class PruningExperiment(Experiment):
         return run_folder(runs, DENSE, seed) if self.contenders[contender].method == "threshold" else None
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
+        """Return the weight percentiles of a finished dense run, for "threshold"."""
         if not (dense / MODEL).is_file():
             needed = "the finished dense run of this seed, whose weights set the threshold"
             raise BlockSparseError.expected("threshold", needed, f"none in {dense}")

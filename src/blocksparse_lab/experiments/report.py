@@ -55,6 +55,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
 
 
 def _read(path: Path) -> Run:
+    """Read a finished run, and check its seed and its machine."""
     run = compare.read(path)
     if (seed := run.settings.get("seed")) != seed_of(path):
         raise BlockSparseError.expected(f"{path}, seed", f"{seed_of(path)}, as in its name", seed)
@@ -164,6 +165,7 @@ def load(path: Path) -> Results:
 
 
 def _record(run: Run) -> dict[str, Any]:
+    """Return a run as the report's JSON stores it."""
     machine = run.result and run.result.get("machine")
     if machine:  # keep the last minute's load, the day, and the instruction set in use
         short = {"load": 1, "commit": 12, "date": 10}

@@ -105,6 +105,7 @@ class TransformerExperiment(CorpusExperiment):
 
 
 def _blocks(of: TransformerContender) -> str:
+    """Describe the layers' blocks."""
     how = "fixed" if of.config.method == "fixed" else "RigL"
     if of.pruning is not None:
         how = f"dense at first, {of.pruning.method} pruning"

@@ -103,6 +103,7 @@ class CharLMConfig:
         return min(blocks, round(1 / max(self.density, 1 / blocks)))
 
     def _drawn(self, nth: int) -> BlockLayout | None:
+        """Draw the layout of an internal step, or the shared one."""
         width, block, seed = self.width, self.block_size, self.seed + 1_000_003 * nth
         if self.pattern == "barabasi_albert":
             return patterns.barabasi_albert(width, block, m=self.m, seed=seed)

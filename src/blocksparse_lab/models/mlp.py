@@ -169,6 +169,7 @@ def _scale(layer: Linear | nn.Linear, by: float) -> None:
 
 @torch.no_grad()
 def _draw(layer: Linear | nn.Linear, init: str, seed: int) -> None:
+    """Draw a layer's weights by `init`."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(layer, Linear):
         layout = layer.layout

@@ -229,6 +229,7 @@ def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None)
 def _transposed(
     inputs: int, outputs: int, kernel: tuple[int, int], shift: str, stride: int = 1, scale: float = 1.0
 ) -> nn.Module:
+    """Build a causal transposed convolution."""
     # For an odd width, cut the same number of columns on both sides.
     around = (0, kernel[1] // 2) if shift == "down" else (0, 0)
     more = (0, 1) if shift == "down" else (0, 0)

@@ -80,6 +80,7 @@ def _refusal(net: RunLayouts) -> str:
 
 
 def _distance(a: RunLayouts, b: RunLayouts) -> float:
+    """Return the distance of whole nets, or the mean distance of their layers."""
     if a.fed and b.fed:
         return nnstd(list(a.layers.values()), list(b.layers.values()))
     if list(a.layers) != list(b.layers):

@@ -120,6 +120,7 @@ class PruneTask(Task):
             self.method = self._method(optimizer)
 
     def _method(self, optimizer: torch.optim.Optimizer) -> DensePruner:
+        """Build the sparsity method of the settings."""
         p, model, end = self.pruning, self.model, self.search
         if p.method == FIXED:
             return DensePruner(model, optimizer, block_size=p.block_size, skip=p.skip)

@@ -80,6 +80,7 @@ class ImageRows:
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each channel over the training images."""
         # Computed from counts of the 256 values: exact, and without a float copy of all images.
         counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in self.images.train.unbind(1)])
         values, total = torch.arange(256.0, dtype=torch.float64), counts[0].sum()

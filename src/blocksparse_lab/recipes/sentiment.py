@@ -185,6 +185,7 @@ def sklearn_version() -> str:
 
 
 def _sklearn() -> Any:
+    """Import scikit-learn, or raise how to install it."""
     try:
         import sklearn
     except ImportError as error:
@@ -299,6 +300,7 @@ def standardized(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """Replace infinity by None."""
     # JSON has no infinity, the threshold of a unit that puts all texts into one class.
     return {
         name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in record.items()

@@ -105,6 +105,7 @@ def folder(out: str | Path, model: str | Path) -> Path:
 
 
 def _language_model(path: Path) -> StoredModel:
+    """Open a byte model's checkpoint."""
     model = language_model.load(path)
     kind = gpt.KIND if isinstance(model, GPT) else charlm.KIND
     about = {"task": {"kind": kind, "model": asdict(model.config)}, "sparsified": True}
@@ -117,6 +118,7 @@ def _language_model(path: Path) -> StoredModel:
 
 
 def _transformers(path: Path) -> StoredModel:
+    """Open a folder of the transformers library."""
     try:
         import transformers
     except ImportError as error:

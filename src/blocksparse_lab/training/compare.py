@@ -272,6 +272,7 @@ def _y_limits(figures: Sequence[float]) -> tuple[float, float]:
 
 
 def _without_seed(run: Run) -> dict[str, Any]:
+    """Return a run's task and settings without the seed and settings that do not distinguish runs."""
     # A setting that did not exist when the run began had its default.
     usual = asdict(Settings())
     settings = {key: run.settings.get(key, default) for key, default in usual.items() if key not in _IGNORED}

@@ -64,6 +64,7 @@ class GraphedStep:
         self._graph.replay()
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        """Capture the work as a graph; note the reason if that fails."""
         graph = torch.cuda.CUDAGraph()
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         try:

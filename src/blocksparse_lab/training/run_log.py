@@ -97,6 +97,7 @@ class RunLog:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Report failed writes as a BlockSparseError."""
         try:
             yield
         except OSError as error:

@@ -173,6 +173,7 @@ class Trainer:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        """Enter the phase contexts of all callbacks."""
         with ExitStack() as stack:
             for callback in self._callbacks:
                 stack.enter_context(callback.phase(name))
@@ -182,6 +183,7 @@ class Trainer:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
 
     def _begin(self, log: RunLog | NoLog) -> None:
+        """Resume from the checkpoint, or start a run and save its first checkpoint; write config.json."""
         if parallel.broadcast(self.path.exists()):
             self.load()
             finished = self.step == self.settings.steps and parallel.broadcast((self.run / "result.json").exists())
@@ -207,6 +209,7 @@ class Trainer:
             checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
 
     def _finish(self) -> None:
+        """Write result.json."""
         s = self.settings
         read = s.steps * self.task.bytes_per_step
         result = {
@@ -228,6 +231,7 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        """Set the learning rate and run one training step."""
         s = self.settings
         self._notify("before_step", self.step)
         self._refresh_model()
@@ -288,6 +292,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
 
     def _check_finite(self) -> None:
+        """Raise Diverged if a loss or gradient since the last check was not finite."""
         if bool(self._finite):
             return
         at = f"step {self.step + 1}" if self.device.type == "cpu" else f"steps {self._logged[0] + 1} to {self.step}"
@@ -295,6 +300,7 @@ class Trainer:
         raise self._diverged(at, "a finite loss and gradient", got)
 
     def _diverged(self, at: str, expected: str, got: str) -> Diverged:
+        """Return the error of a diverged run, with advice."""
         s = self.settings
         smaller = f"a smaller clip than {s.clip:g}" if s.clip else "a clip of 1"
         tries = [f"a lower learning rate than {s.learning_rate:g}", f"a longer warmup than {s.warmup}", smaller]
@@ -318,6 +324,7 @@ class Trainer:
         self.cpu_seconds += self._cpu_started - cpu_started
 
     def _log(self, log: RunLog | NoLog) -> None:
+        """Log the mean loss, speed and gradient norm since the last line."""
         self._check_finite()  # waits for a GPU, so that the time is that of the steps
         self._stop_clock()
         steps, seconds = self.step - self._logged[0], self.seconds - self._logged[1]
@@ -335,6 +342,7 @@ class Trainer:
         self._notify("logged", record)
 
     def _evaluate(self, log: RunLog | NoLog) -> None:
+        """Evaluate the model, with running means if there are any, and log the figure."""
         self._check_finite()
         self._stop_clock()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -358,6 +366,7 @@ class Trainer:
             self._swap_means()
 
     def _swap_means(self) -> None:
+        """Exchange the parameters with their running means."""
         # In place, because FSDP2 gathers from its own memory.
         for name, mean in self.ema.items():
             own, other = sharding.local_shard(self.parameters[name]), sharding.local_shard(mean)
@@ -368,6 +377,7 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, log: RunLog | NoLog) -> None:
+        """Save a checkpoint, unless a parameter is not finite."""
         if self.step:
             self._check_finite()
             self._stop_clock()
@@ -442,6 +452,7 @@ class Trainer:
                 )
 
     def _check_identity(self, about: Mapping[str, Any]) -> None:
+        """Raise if the checkpoint is of another task or of other settings."""
         settings = about.get("settings", {})
         if not isinstance(settings, dict):
             raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
