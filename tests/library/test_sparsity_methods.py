@@ -93,15 +93,15 @@ def test_one_loop_trains_and_resumes(name):
     assert_equal_models(whole[0], second[0])
 
 
-@pytest.mark.parametrize("calls", [2, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_copies_train_to_the_same_bits(name, calls):
-    original = start(name)
-    train(*original, 0, calls)
-    copied = copy.deepcopy(original)
-    for each in (original, copied):
-        train(*each, calls, 5)
-    assert_equal_models(original[0], copied[0])
+def test_copies_train_to_the_same_bits(name):
+    for calls in (2, 3):  # RigL records gradients after the third call only
+        original = start(name)
+        train(*original, 0, calls)
+        copied = copy.deepcopy(original)
+        for each in (original, copied):
+            train(*each, calls, 5)
+        assert_equal_models(original[0], copied[0])
 
 
 @pytest.mark.parametrize("name", METHODS)
