@@ -81,6 +81,7 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:
+    """Replace weights on these layouts and load the state; a model on the meta device adopts the tensors."""
     model = replace_with_sparse(model, layouts)
     assign = any(tensor.is_meta for tensor in model.state_dict().values())
     model.load_state_dict(dict(state), assign=assign)

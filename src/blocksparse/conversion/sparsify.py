@@ -173,6 +173,7 @@ def _no_weights_error(model: nn.Module, found: Survey) -> BlockSparseError:
 
 
 def _check_only_dense_options(layouts: Any, data: Any) -> None:
+    """Raise a BlockSparseError if options for dense weights are given."""
     for argument, value in (("layouts=", layouts), ("data=", data)):
         if value is not None:
             raise BlockSparseError(

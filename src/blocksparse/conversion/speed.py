@@ -126,7 +126,7 @@ class Speed:
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
         self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
-        self._arguments = _arguments(example)
+        self._arguments = _as_arguments(example)
         self._model = None if example is None else share_parameters(model).eval()
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
@@ -164,27 +164,28 @@ class Speed:
     def of_weights(self, chosen: Sequence[tuple[Prunable, BlockLayout]]) -> float:
         """Return the speed-up of a dense module on these layouts; it is left as it is."""
         module = chosen[0][0].module
-        return self._of(module, lambda: module, lambda: sparse_module(chosen))
+        return self._time_module(module, lambda: module, lambda: sparse_module(chosen))
 
     def of_module(self, module: nn.Module) -> float:
         """Return the speed-up of a block-sparse module."""
-        return self._of(module, lambda: densify(module), lambda: module)
+        return self._time_module(module, lambda: densify(module), lambda: module)
 
     def of_model(self, layouts: Mapping[str, BlockLayout]) -> float | None:
         """Return the speed-up of the dense model on these layouts and the example; None without an example."""
         if self._model is None:
             return None
-        return self._whole(self._model, replace_with_sparse(share_parameters(self._model), layouts))
+        return self._time_model(self._model, replace_with_sparse(share_parameters(self._model), layouts))
 
     def of_sparse_model(self) -> float | None:
         """Return the speed-up of the block-sparse model on the example; None without an example."""
-        return None if self._model is None else self._whole(densify(self._model), self._model)
+        return None if self._model is None else self._time_model(densify(self._model), self._model)
 
-    def _whole(self, dense: nn.Module, sparse: nn.Module) -> float:
+    def _time_model(self, dense: nn.Module, sparse: nn.Module) -> float:
         return self._measure(dense, sparse, [self._arguments], budget=2.0)
 
     @torch.no_grad()
-    def _of(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
+    def _time_module(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
+        """Return the speed-up of a module, timed once for all modules with the same settings and inputs."""
         self.is_busy = False
         timed = sparse()
         weights = [each for each in timed.modules() if isinstance(each, BlockSparseModule)]
@@ -214,7 +215,8 @@ class Speed:
         return min(ratios)
 
 
-def _arguments(example: Example | None) -> Arguments:
+def _as_arguments(example: Example | None) -> Arguments:
+    """Return an example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     is_sequence = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)

@@ -57,6 +57,7 @@ class Methods:
         self._hook = optimizer.register_step_post_hook(self._after_update)
 
     def _make(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Set the methods for a new model, after checks."""
         fixed = [type(each).__name__ for each in self.sources if isinstance(each, TrainingMethod)]
         if self.model is not None and fixed:
             raise BlockSparseError(
@@ -157,11 +158,13 @@ def leave_dense(method: Any, name: str, state: str) -> None:
 
 
 def _progress(method: Any) -> str:
+    """Describe how far a method's schedule is."""
     end = getattr(method, "end", None)
     return f"{type(method).__name__} is at step {method.calls}" + ("" if end is None else f" of {end}")
 
 
 def _warn(method: Any, name: str, state: str) -> None:
+    """Warn that the model stays dense, and how to finish it."""
     remedy = f"To finish, call {name}.finish()"
     if isinstance(method, DensePruner):
         remedy = (

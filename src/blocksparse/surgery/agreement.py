@@ -76,6 +76,7 @@ def agreed(group: Any = None, what: str = "layouts") -> Iterator[dict[str, Fact]
 
 
 def is_one_of_several(group: Any = None) -> bool:
+    """Check whether torch.distributed runs several processes in the group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -91,6 +92,8 @@ def fact_of(module: BlockSparseModule) -> Fact:
 
 
 def digest_of(layout: BlockLayout) -> int:
+    """Return the digest of a layout, which the layout caches."""
+
     def make() -> int:
         rows, cols = layout.row_of_block.astype("int64"), layout.col_of_block.astype("int64")
         return digest(layout.grid, layout.block_shape, rows.tobytes(), cols.tobytes())

@@ -45,7 +45,7 @@ class Blocks:
         self._axes, self.transposed = len(shape) - 2, transposed
         self.block_shape, self.parts = block_shape, parts
         rows, columns = multiple or block_shape
-        self.shape = _up(out // parts, rows) * parts, _up(in_, columns)
+        self.shape = _round_up(out // parts, rows) * parts, _round_up(in_, columns)
         """(out, in) of the layouts, padded to whole blocks."""
         self.grid = self.shape[0] // block_shape[0], self.shape[1] // block_shape[1]
         self.taps = prod(shape[2:])
@@ -129,5 +129,5 @@ def values_of(blocks: Blocks, layout: BlockLayout, dense: Tensor) -> Tensor:
     return from_dense(blocks.padded(dense), layout)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -64,7 +64,7 @@ def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
             setattr(new, key, getattr(old, key))
     for key, value in users_attributes(old).items():
         if vars(new).get(key) is not value:
-            _check_free(old, new, key, name)
+            _check_name_is_free(old, new, key, name)
             vars(new)[key] = value
     own = own_names(type(old))
     for tree in TREES:
@@ -72,14 +72,15 @@ def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
             its = vars(new)[tree]
             if key in own or its.get(key) is value or (_has_several_weights(old) and _is_taken(new, key)):
                 continue
-            _check_free(old, new, key, name)
+            _check_name_is_free(old, new, key, name)
             its[key] = value
             if key in old._non_persistent_buffers_set:
                 new._non_persistent_buffers_set.add(key)
     return new
 
 
-def _check_free(old: nn.Module, new: nn.Module, key: str, name: str) -> None:
+def _check_name_is_free(old: nn.Module, new: nn.Module, key: str, name: str) -> None:
+    """Raise a BlockSparseError if the replacement uses an attribute's name for something else."""
     if _is_taken(new, key) or (hasattr(type(new), key) and not hasattr(type(old), key)):
         raise BlockSparseError(
             f"{f'{name}.{key}'.lstrip('.')} on a {type(old).__name__}: {type(new).__name__} uses this name itself. "
@@ -88,6 +89,7 @@ def _check_free(old: nn.Module, new: nn.Module, key: str, name: str) -> None:
 
 
 def _is_taken(module: nn.Module, key: str) -> bool:
+    """Check whether a module has an attribute, parameter, buffer or submodule of this name."""
     return key in vars(module) or any(key in vars(module)[tree] for tree in TREES)
 
 
@@ -155,6 +157,7 @@ class _Hooks:
         return self.convert(seen)
 
     def _in_old_shape(self, grad: Tensor) -> Tensor:
+        """Return the gradient in the old parameter's shape, with 0 for dropped elements."""
         numbers = torch.arange(1, self.shape.numel() + 1, dtype=torch.float64, device=grad.device)
         place = self.convert(numbers.view(self.shape)).long()  # 0 is padding
         back = grad.new_zeros(self.shape.numel() + 1)

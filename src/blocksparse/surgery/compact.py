@@ -97,6 +97,7 @@ def _constants(first: Linear, activation: Callable[[Tensor], Tensor] | None) -> 
 
 
 def _shrink_outputs(layer: Linear, removed: np.ndarray, stays: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    """Remove rows of blocks and their biases from a layer."""
     layout, bias = layer.layout, layer.bias
     rows = (np.cumsum(~removed) - 1)[layout.row_of_block]
     grid = (int(np.count_nonzero(~removed)), layout.grid[1])
@@ -110,6 +111,7 @@ def _shrink_outputs(layer: Linear, removed: np.ndarray, stays: Tensor, optimizer
 
 
 def _shrink_inputs(layer: Linear, removed: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
+    """Remove columns of blocks from a layer."""
     layout, values = layer.layout, layer.values
     stay = np.flatnonzero(~removed[layout.col_of_block])
     cols = (np.cumsum(~removed) - 1)[layout.col_of_block[stay]]

@@ -84,12 +84,14 @@ def remove_parametrization(module: nn.Module, name: str, leave_parametrized: boo
 
 @torch.no_grad()
 def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Add plain values to a state dict."""
     for name, plain, original in _parametrizations(module):
         if f"{prefix}parametrizations.{name}.original" in state and not is_dtensor(original):
             state[prefix + name] = plain(original)
 
 
 def _ignore_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Remove plain values from a state dict before it is loaded."""
     for name, _plain, _original in _parametrizations(module):
         if f"{prefix}parametrizations.{name}.original" in state:
             state.pop(prefix + name, None)

@@ -79,6 +79,7 @@ def trained_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> set[str]:
 
 
 def _group_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any] | None:
+    """Return the group of a parameter, or None."""
     for group in optimizer.param_groups:
         if any(each is parameter for each in group["params"]):
             owner: Mapping[str, Any] = group
@@ -137,7 +138,7 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
                 "train with SGD or Adam while layouts change"
             )
         if replaced:
-            _check_takes_values(each, name)
+            _check_can_train_values(each, name)
         if (key := _copies_outside(each, parameter)) is not None:
             raise BlockSparseError(
                 f"optimizer: {kind} keeps tensors for {name} in its attribute {key}, where they cannot follow blocks: "
@@ -165,7 +166,8 @@ def _copies_outside(optimizer: Any, parameter: Tensor) -> str | None:
     return None
 
 
-def _check_takes_values(optimizer: Any, name: str) -> None:
+def _check_can_train_values(optimizer: Any, name: str) -> None:
+    """Raise a BlockSparseError for optimizers that cannot train values of three axes."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         raise BlockSparseError(
@@ -345,6 +347,7 @@ def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
 
 
 def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Register `NewBlocks` for a state that may have been loaded, before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if state := optimizer.state.get(parameter):

@@ -318,6 +318,7 @@ def find_weights(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[s
 
 
 def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blocks:
+    """Return how a parameter of a module is divided into blocks."""
     tensor, parts, multiple = getattr(module, parameter), 1, None
     if isinstance(tensor, nn.UninitializedParameter):
         return Blocks((0, 0), block)
@@ -337,6 +338,7 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
 
 
 def _is_weight(key: str, parameter: nn.Parameter) -> bool:
+    """Check whether a parameter has two or more axes, or will have once it is initialized."""
     if isinstance(parameter, nn.UninitializedParameter):
         return key.startswith("weight")
     return parameter.dim() >= 2
@@ -411,6 +413,7 @@ def _dense_inside_parents(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def qualified(kind: type) -> str:
+    """Return the name of a class with its Python module."""
     return f"{kind.__module__}.{kind.__name__}"
 
 

@@ -187,6 +187,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
+    """Yield the objects that a function refers to: closure, defaults, attributes, and globals of a user's code."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -82,7 +82,7 @@ def replace_with_sparse(
         if type(module) is nn.MultiheadAttention and module.out_proj in of_module and module not in of_module
     }
     changes: list[ParameterChange] = []
-    new = {module: _sparse_module(module, chosen, changes) for module, chosen in of_module.items()}
+    new = {module: _build_sparse_module(module, chosen, changes) for module, chosen in of_module.items()}
     check_changes(optimizer, changes)
     model = replace_modules(model, new)
     for change in changes:
@@ -169,10 +169,11 @@ Chosen = Sequence[tuple[Prunable, BlockLayout]]
 
 def sparse_module(chosen: Chosen) -> nn.Module:
     """Build the block-sparse counterpart of a module, which shares its other parameters."""
-    return _sparse_module(chosen[0][0].module, chosen, [])
+    return _build_sparse_module(chosen[0][0].module, chosen, [])
 
 
-def _sparse_module(module: Any, chosen: Chosen, changes: list[ParameterChange]) -> nn.Module:
+def _build_sparse_module(module: Any, chosen: Chosen, changes: list[ParameterChange]) -> nn.Module:
+    """Build the counterpart of a module, and add the replaced parameters to `changes`."""
     layouts = {weight.parameter: layout for weight, layout in chosen}
     if is_dense_recurrent(module):
         return _fill_weights(module, _recurrent_without_values(module, chosen), chosen, changes)

@@ -117,6 +117,7 @@ class WeightHandle(ABC):
         return local
 
     def _move_values(self, move: Callable[[Tensor], Tensor], grown: Tensor, new: Any) -> Tensor:
+        """Return the values after a change, with those of new blocks."""
         values = move(self.local)
         if new is not None:
             values[grown.to(values.device)] = new.to(values)
