@@ -25,14 +25,14 @@ if not torch.cuda.is_available():
 with torch.device("meta"):
     torch.empty(0)
 
-# In the background of a shell it is ignored, and would be in every program that tests start.
+# A shell ignores this signal for background jobs, and programs that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = os.environ.get("BLOCKSPARSE_TEST_SEED", "")
 if SEED == "random":
     SEED = os.environ["BLOCKSPARSE_TEST_SEED"] = str(secrets.randbits(32))  # for the workers of xdist too
-# No time limit per example: a first call may compile or load a library. What fails comes with how to draw it again.
+# No time limit per example: a first call may compile or load a library. A failure prints how to draw the example again.
 hypothesis.settings.register_profile("blocksparse", deadline=None, derandomize=not SEED, database=None, print_blob=True)
 hypothesis.settings.load_profile("blocksparse")
 
@@ -105,7 +105,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef, request):
-    """What several tests share does not depend on which of them runs first."""
+    """Seed shared fixtures by their name, so that they do not depend on which test runs first."""
     if fixturedef.scope == "function":
         return (yield)
     seed(f"{fixturedef.baseid} {fixturedef.argname}")
@@ -116,7 +116,7 @@ def pytest_fixture_setup(fixturedef, request):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For steps that are so small that more threads only wait for each other."""
+    """Use one thread, for steps so small that more threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -125,8 +125,8 @@ def one_thread():
 
 @pytest.fixture
 def any_backend():
-    """The CPU's kernels, or the definition where they are not built."""
-    import blocksparse as bs  # not before the interpreter was asked for
+    """Use the CPU's kernels, or the definition if they are not built."""
+    import blocksparse as bs  # only after TRITON_INTERPRET is set
 
     with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
         yield

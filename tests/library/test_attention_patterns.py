@@ -98,7 +98,7 @@ def test_exchanged_blocks_are_drawn_evenly():
 
 
 def test_heads_of_their_own():
-    """As in the paper: one head attends to near tokens, another to far ones."""
+    """One head attends to near tokens, another to far ones, as in the paper."""
     layouts = [patterns.fixed_attention(64, 8, 4, part=part) for part in ("near", "far")]
     q, k, v = (torch.randn(2, 2, 64, 8, dtype=torch.float64) for _ in range(3))
     found = bs.nn.attention(q, k, v, layouts, causal=True)

@@ -97,7 +97,7 @@ def test_what_does_not_fit():
 
 
 class Theirs(nn.Module):
-    """As in the library transformers."""
+    """The gated MLP of the library transformers."""
 
     def __init__(self, act, features=64, hidden=96):
         super().__init__()
@@ -248,7 +248,7 @@ def test_with_other_layers_in_it(change, any_backend):
 
 
 def test_forwards_of_instances_are_called(any_backend):
-    """As accelerate writes them."""
+    """The library accelerate replaces `forward` of instances."""
     mlp, x, called = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64), []
     own = mlp.up_proj.forward
     mlp.up_proj.forward = lambda *args: called.append(1) or own(*args)

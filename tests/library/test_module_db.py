@@ -90,7 +90,7 @@ def dense_gradients(module, grads):
 
 
 def unfused(module, args, kwargs):
-    """What PyTorch computes without its fused encoders, in which padded positions are 0 and not what they are else."""
+    """Call a module without PyTorch's fused encoders, which set padded positions to 0."""
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         return module(*args, **kwargs)

@@ -17,7 +17,7 @@ from blocksparse.ops.attention.op import in_graph
 from blocksparse.ops.attention.triton import flex
 from linear_backends import CPU, running
 
-# FlexAttention as it is written, without a compiler, is what these tests want of it.
+# These tests run FlexAttention without a compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 SHAPES = {
@@ -317,7 +317,7 @@ def test_a_scale_that_16_bits_do_not_bear():
 
 
 def test_few_queries_see_few_keys():
-    """Of a cache of keys only those that are seen are read."""
+    """Only the keys in a cache that are attended to are read."""
     layout = bs.BlockLayout([[False, True, False, False, True, False]], (1, 16))
     q, k, v = (tensor.detach() for tensor in draw((1, 96)))
     expected = dense_attention(q, k, v, dense_mask(layout, False))

@@ -12,7 +12,7 @@ from blocksparse.nn.research.circular import circular_pad
 def test_it_is_pytorchs(around):
     axes = max(2, len(around) // 2)
     x = torch.randn(2, 3, *(4, 3, 5)[3 - axes :], dtype=torch.float64, requires_grad=True)
-    # PyTorch's wants the margins of all axes of space.
+    # F.pad needs the margins of all axes of space.
     expected = F.pad(x, around + (0,) * (2 * axes - len(around)), mode="circular")
     found = circular_pad(x, around)
     assert torch.equal(found, expected)

@@ -163,37 +163,6 @@ def test_export_runs_in_a_fresh_process(tmp_path):
     run_script(1, tmp_path / "program.py", "model.pt2", "expected.pt", folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"in_channels": 0}, "in_channels: expected an int, 1 or more, got 0"),
-        ({"kernel_size": 0}, "kernel_size: expected an int, 1 or more"),
-        ({"kernel_size": (3, 3, 3)}, "kernel_size: expected"),
-        ({"stride": 0}, "stride: expected"),
-        ({"padding": -1}, "padding: expected an int, 0 or more"),
-        ({"padding": "full"}, "padding: expected"),
-        ({"padding": "same", "stride": 2}, "stride: expected 1 for each axis"),
-        ({"padding_mode": "mirror"}, "padding_mode: expected one of zeros"),
-        ({"activation": "tanh"}, "activation: expected one of"),
-        ({"layout": bs.patterns.dense((16, 16), 8)}, r"layout: expected shape \(16, 32\) for \(16, 32\) channels"),
-        ({"density": 2}, "density: expected"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.nn.Conv2d(**{"in_channels": 32, "out_channels": 16, "kernel_size": 3, "block_size": 8} | arguments
-                     if "layout" not in arguments
-                     else {"in_channels": 32, "out_channels": 16, "kernel_size": 3} | arguments)  # fmt: skip
-
-
-@pytest.mark.parametrize("x", [torch.randn(2, 30, 5, 5), torch.randn(31, 5), [[1.0]]], ids=["channels", "axes", "list"])
-@pytest.mark.parametrize("layer", [bs.nn.Conv2d(31, 16, 3), bs.nn.ConvTranspose2d(31, 16, 3)], ids=repr)
-def test_bad_inputs(layer, x):
-    with pytest.raises(bs.BlockSparseError, match=r"x: expected .*\[n, 31"):
-        layer(x)
-
-
 # -- edge bias -------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +191,7 @@ def test_edge_bias_has_a_row_for_each_pattern(size, settings, patterns):
     with torch.no_grad():
         layer.gain.uniform_()
         layer.bias.uniform_()
-    # A convolution of ones with a random kernel tells at each position which taps it meets.
+    # A convolution of ones with a random kernel identifies the taps inside the image at each position.
     out = layer(torch.ones(1, 4, *met.shape))[0, 0]
     inside = met >= kernel.sum() * (1 - 1e-6)
     assert (out[inside] == 1).all()

@@ -143,37 +143,6 @@ def test_experts_of_other_forms_are_refused_by_name():
     assert all("GptOssExperts has no block-sparse counterpart" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: bs.nn.Experts(0, 8, 8), "num_experts"),
-        (lambda: bs.nn.Experts(2, 8, 8, layouts={"down_proj": bs.patterns.dense((32, 32), 8)}), "down_proj"),
-        (lambda: bs.nn.Experts(2, 8, 8, layouts={"gate": bs.patterns.dense((8, 8), 8)}), "layouts"),
-        (lambda: called((3, 7), (3, 2), (3, 2)), "hidden_states"),
-        (lambda: called((3, 8), (4, 2), (4, 2)), "top_k_index"),
-        (lambda: called((3, 8), (3, 2), (3, 1)), "top_k_weights"),
-        (
-            lambda: called((3, 8), (3, 2), (3, 2), -1),
-            "top_k_index: expected numbers from 0 to 1, or 2 for no .* -1 to 0",
-        ),
-        (lambda: called((3, 8), (3, 2), (3, 2), 3), "top_k_index: expected numbers from 0 to 1, or 2 for no .* 0 to 3"),
-        (lambda: called((3, 8), (3, 2), (3, 2), 0.0), "top_k_index: expected integers.*long.*float32"),
-        (lambda: called((3, 8), (3, 2), (3, 2), True), "top_k_index: expected integers.*long.*bool"),
-    ],
-    ids=["none", "shape", "name", "hidden", "index", "weights", "negative", "above", "float", "bool"],
-)
-def test_what_does_not_fit_is_said(make, message):
-    with pytest.raises(BlockSparseError, match=message):
-        make()
-
-
-def called(x, index, weights, last=0):
-    experts = bs.nn.Experts(2, 8, 8, density=0.5, block_size=4)
-    top_k_index = torch.zeros(index, dtype=torch.tensor(last).dtype)
-    top_k_index[-1, -1] = last
-    return experts(torch.randn(x), top_k_index, torch.rand(weights))
-
-
 def test_tokens_without_an_expert_get_nothing():
     experts = bs.nn.Experts(2, 8, 8, density=0.5, block_size=4)
     y = experts(torch.randn(2, 8), torch.tensor([[2, 2], [0, 2]]), torch.ones(2, 2))

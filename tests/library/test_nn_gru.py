@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
 from blocksparse.nn.module import Weight
 
 
@@ -146,23 +145,3 @@ def test_a_graph_for_any_number_of_sequences(kind):
         x = torch.randn(5, number, 16)
         with torch._dynamo.config.patch(error_on_recompile=number == 7):
             torch.testing.assert_close(compiled(x)[0], module(x)[0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 7)), "input"),
-        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 8), torch.randn(1, 3, 16)), "the initial h"),
-        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 8), (torch.randn(1, 2, 16),) * 2), "hx"),
-        (lambda: bs.nn.RNN(8, 16, nonlinearity="gelu"), "nonlinearity"),
-        (lambda: bs.nn.GRU(8, 16, layout=bs.patterns.dense((64, 16), 8)), "weight_hh_l0"),
-        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 2, 8)), "input"),
-        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 8), torch.randn(16)), "the initial h"),
-        (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), torch.randn(2, 16)), "hx"),
-        (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), (torch.randn(2, 16), torch.randn(2, 8))), "the initial c"),
-    ],
-    ids=["features", "batch", "tuple", "name", "layout", "axes", "state", "one", "c"],
-)
-def test_what_does_not_fit_is_said(make, message):
-    with pytest.raises(BlockSparseError, match=message):
-        make()

@@ -221,7 +221,7 @@ def test_a_state_dict_of_other_modules_or_of_the_bias_alone_changes_no_layout():
 
 
 def other_layout(state, values):
-    """As many blocks in other places: nothing of the layout may be loaded where the values do not fit."""
+    """Return a state with the same number of blocks at other positions, and values that do not fit."""
     return state | {"col_indices": torch.tensor([0, 2, 0, 1, 0, 1], dtype=torch.int32), "values": values}
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
 from blocksparse.nn.module import Weight
 
 
@@ -158,43 +157,6 @@ def test_dropout_only_in_training():
         assert not torch.equal(*made)
     ours.eval()
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m, x: m(x[..., :8], x, x), "query"),
-        (lambda m, x: m(x, x[:2], x), "one batch, and a value for each key"),
-        (lambda m, x: m(x, x[0], x[0]), "key"),
-        (lambda m, x: m(x, x, x, attn_mask=torch.zeros(3, 3)), "attn_mask"),
-        (lambda m, x: m(x, x, x, key_padding_mask=torch.zeros(3, 3)), "key_padding_mask"),
-        (lambda m, x: m(x, x, x, attn_mask=torch.zeros(4, 4, dtype=torch.int64)), "attn_mask"),
-        (lambda m, x: m(x, x, x, is_causal=True), "is_causal"),
-        (lambda m, x: m(None, x, x), "query"),
-    ],
-    ids=["features", "keys", "axes", "mask", "padding", "dtype", "causal", "none"],
-)
-def test_calls_that_do_not_fit_are_said(call, message):
-    with pytest.raises(BlockSparseError, match=message):
-        call(bs.nn.MultiheadAttention(16, 2, density=0.5, block_size=8), torch.randn(4, 2, 16))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"embed_dim": 15}, "a multiple of num_heads"),
-        ({"num_heads": 0}, "num_heads"),
-        ({"dropout": 2}, "dropout"),
-        ({"layout": bs.patterns.dense((32, 32), 8)}, "in_proj_weight"),
-        ({"layout": bs.patterns.dense((16, 16), 8), "density": 0.5}, "density"),
-        ({"layouts": {"v_proj_weight": bs.patterns.dense((16, 16), 8)}}, "layouts"),
-        ({"layouts": {"in_proj_weight": 3}}, "layout"),
-    ],
-    ids=["heads", "none", "dropout", "shape", "both", "name", "kind"],
-)
-def test_settings_that_do_not_fit_are_said(options, message):
-    with pytest.raises(BlockSparseError, match=message):
-        bs.nn.MultiheadAttention(**({"embed_dim": 16, "num_heads": 2} | options))
 
 
 def test_state_of_the_optimizer_follows():

@@ -385,45 +385,6 @@ def test_meta_device_and_initial_size_of_weights(cell):
     assert 0.01 < y.std() < 1
 
 
-BAD = {
-    "hidden_size: expected an int, 1 or more": lambda: bs.nn.LSTM(8, 0),
-    "proj_size: expected an int, 0 or more and below hidden_size, 16": lambda: bs.nn.LSTM(8, 16, proj_size=16),
-    "dropout: expected a number from 0 to 1": lambda: bs.nn.LSTM(8, 16, dropout=2),
-    "density: expected None if a layout is given": lambda: bs.nn.LSTM(
-        8, 16, density=0.5, layout=bs.patterns.dense((16, 16), 8)
-    ),
-    r"the layout of weight_hh_l0: expected shape \[16, 16\] or \[64, 16\]": lambda: bs.nn.LSTM(
-        8, 16, layout=bs.patterns.dense((32, 32), 8)
-    ),
-    "depth: expected an int, 2 or more": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=1),
-    "of the stride, 16, and more than it, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=16),
-    "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
-    "of the stride, 3, and more than it, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=3),
-    "stride: expected an int, 1 or more, got 0": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=0),
-    "of the stride, 32, and more than it, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=32),
-    "layout of weight_input1_l0: expected outputs that are a multiple of its block, such as 8, got 4": lambda: (
-        bs.nn.SmallWorldLSTM(16, 16, stride=4, density=0.5, block_size=8)
-    ),
-    r"input: expected \[steps, batch, 8\], at least one step, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
-        torch.randn(3, 2, 9)
-    ),
-    r"input: expected \[batch, steps, 8\]": lambda: bs.nn.LSTM(8, 16, batch_first=True)(torch.randn(2, 0, 8)),
-    "input: expected a tensor or a PackedSequence": lambda: bs.nn.LSTM(8, 16)([1, 2]),
-    r"the initial c: expected \[1, 2, 16\], got \[1, 2, 15\]": lambda: bs.nn.LSTM(8, 16)(
-        torch.randn(3, 2, 8), (torch.randn(1, 2, 16), torch.randn(1, 2, 15))
-    ),
-    r"table: expected \[n, 8\]": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2).long(), table=torch.randn(3, 9)),
-    "input: expected rows of a table that has 3, got 0 to 3": lambda: bs.nn.LSTM(8, 64, density=0.5)(
-        torch.arange(4).view(4, 1), table=torch.randn(3, 8)
-    ),
-    "input: expected rows of a table that has 3, got -1 to 1": lambda: bs.nn.LSTM(8, 16, proj_size=4)(
-        torch.tensor([[-1], [1]]), table=torch.randn(3, 8)
-    ),
-    "input: expected floating point": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2, 8, dtype=torch.long)),
-    "input: expected int64 rows of the table": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2), table=torch.randn(3, 8)),
-}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"density": 0.5, "block_size": 8}], ids=["dense", "sparse"])
 def test_a_folded_multiplicative_lstm_has_its_weights_as_they_count(options):
@@ -439,12 +400,6 @@ def test_a_folded_multiplicative_lstm_has_its_weights_as_they_count(options):
     plain.load_state_dict(folded.state_dict())
     assert torch.equal(plain(x)[0], folded(x)[0])
     assert any("gain" in name for name in normed.state_dict())
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input(message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        BAD[message]()
 
 
 @pytest.mark.parametrize("cell", ["lstm", "smallworld", pytest.param("mlstm", marks=pytest.mark.full)])

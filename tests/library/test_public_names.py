@@ -1,4 +1,4 @@
-"""What completion shows: each public package lists its public names, all of which exist, and nothing else."""
+"""Each public package lists its public names and nothing else; all of them exist and are documented."""
 
 import importlib
 import inspect
