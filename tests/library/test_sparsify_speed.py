@@ -10,6 +10,9 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.conversion import speed
+from blocksparse.conversion.selection import Plan, ScoredSelection
+from blocksparse.conversion.sparsify import survey_weights
+from blocksparse.conversion.speed import keep_faster
 from blocksparse.measure import Samples
 from sparsified import mlp
 
@@ -151,6 +154,16 @@ def test_the_whole_model_is_never_slower(least, speeds):
     assert (
         bs.report(sparse).dense["2.weight"].startswith("1.5 times as fast block-sparse by itself, but the whole model")
     )
+
+
+def test_keep_faster_drops_slow_layers_and_selects_again(speeds):
+    speeds(lambda layer: 0.5 if layer.out_features == 48 else 3)
+    weights = survey_weights(model := mlp(64, 128, 48, 64), 16, ()).weights
+    selection = ScoredSelection(weights, 0.25, "l2", "global")
+    plan = keep_faster(model, Plan(selection, selection.layouts(weights)))
+    assert plan.layouts == selection.layouts(["0.weight", "4.weight"])
+    assert plan.reasons.keys() == {"2.weight"}
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_little_faster_is_not_faster(speeds):
