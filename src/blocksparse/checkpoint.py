@@ -359,8 +359,8 @@ def _check_header(path: Path) -> None:
         text = length + file.read(int.from_bytes(length, "little"))
     at = 8 + len(_BEGIN)
     end = at + len(_ZEROS)
-    found = _checksum(text[:at] + _ZEROS + text[end:])
-    if text[8:at] != _BEGIN or text[at:end] != found.encode():
+    actual = _checksum(text[:at] + _ZEROS + text[end:])
+    if text[8:at] != _BEGIN or text[at:end] != actual.encode():
         raise ValueError("its header is damaged")
 
 

@@ -170,8 +170,8 @@ def _computes_same(mlp: nn.Module, fused: GatedMLP) -> bool:
             for size, training in ((1, True), (30, False)):
                 for module in modes:
                     module.training = training
-                expected, found = mlp(size * tokens), fused(size * tokens)
-                if not (expected.norm() > 0 and (expected - found).norm() <= tolerance * expected.norm()):
+                expected, actual = mlp(size * tokens), fused(size * tokens)
+                if not (expected.norm() > 0 and (expected - actual).norm() <= tolerance * expected.norm()):
                     return False
     except Exception:  # its input or output is something else than tokens
         return False

@@ -90,10 +90,10 @@ def random_of_features(
         cols.append(j[drawn[1]])
     lines = np.concatenate(rows), np.concatenate(cols)
     # Blocks only move to lines of the same kind, which keeps the count of each pair.
-    for side, of_kind in zip(lines, kinds, strict=True):
-        for kind in of_kind:
-            mine = np.isin(side, kind)
-            side[mine] = spread_lines(side[mine], kind, rng)
+    for side, kinds_of_side in zip(lines, kinds, strict=True):
+        for kind in kinds_of_side:
+            is_kind = np.isin(side, kind)
+            side[is_kind] = spread_lines(side[is_kind], kind, rng)
     return BlockLayout.from_indices(*lines, grid, block)
 
 
