@@ -86,7 +86,7 @@ def ended(run):
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    monkeypatch.setattr(run_log.RunLog, "draw", lambda log, after: True)
+    monkeypatch.setattr(run_log.RunLog, "open_tensorboard", lambda log, after: True)
 
 
 @pytest.mark.parametrize(
