@@ -145,11 +145,11 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     only = tuple(name for name in arguments.only.split(",") if name)
     ways = (arguments.way,) if arguments.way else tuple(WAYS)
-    outcomes_ = read(arguments.out)
+    all_outcomes = read(arguments.out)
     for net in nets(arguments.data, arguments.kept, only):
-        outcomes_ = merged(outcomes_, outcomes(net, ways=ways))
-        console.print("\n".join(table([each for each in outcomes_ if each.net == net.name])))
-        write(arguments.out, outcomes_)
+        all_outcomes = merged(all_outcomes, outcomes(net, ways=ways))
+        console.print("\n".join(table([each for each in all_outcomes if each.net == net.name])))
+        write(arguments.out, all_outcomes)
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def main() -> None:
     arguments = parser.parse_args()
     facts = machine.machine()
     path = arguments.out / f"plan-{machine.slug(facts['cpu'])}.json"
-    found_rows: list[Row] = []
+    all_rows: list[Row] = []
     for processes in arguments.processes:
-        found_rows += compare(processes)
+        all_rows += compare(processes)
         rows.write(
-            path, found_rows, "the planner against real processes", facts, tokens=TOKENS, steps=STEPS, rounds=ROUNDS
+            path, all_rows, "the planner against real processes", facts, tokens=TOKENS, steps=STEPS, rounds=ROUNDS
         )
     console = Console()
-    console.print(rows.table(found_rows, f"planner: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
+    console.print(rows.table(all_rows, f"planner: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
     console.print(f"wrote {path} and .md", soft_wrap=True)
 
 

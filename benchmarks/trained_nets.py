@@ -181,8 +181,8 @@ def _text_net(name: str, width: int, layers: int, data_dir: Any, folder: Path, s
     model = Sequences(name, width, layers)
 
     def rows(of: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        bytes_ = of[starts[:, None] + torch.arange(length + 1)].long()
-        return bytes_[:, :-1], bytes_[:, 1:]
+        windows = of[starts[:, None] + torch.arange(length + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
 
     def loss(step: int) -> Tensor:
         x, y = rows(parts.train, torch.randint(len(parts.train) - length, (32,)))

@@ -44,13 +44,13 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
     none.
     """
     try:
-        library_ = library()
+        shim = library()
     except BlockSparseError as error:
         yield unmeasured_row("libxsmm", f">= {MIN_ROWS:g}x {ROWS}", error)
         return
     for dtype in DTYPES:
-        if not library_.serves(dtype):
-            no_kernel = f"libxsmm has no {dtype} kernel for {library_.target}"
+        if not shim.serves(dtype):
+            no_kernel = f"libxsmm has no {dtype} kernel for {shim.target}"
             yield unmeasured_row(f"{dtype} forward", f">= {MIN_ROWS:g}x {ROWS}", no_kernel)
             continue
         own: list[float] = []
@@ -72,7 +72,7 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
                 **spec.as_dict(),
                 "threads": threads,
                 "errors": errors,
-                "target": library_.target,
+                "target": shim.target,
                 "libxsmm": plans,
             }
             own.append(race.samples.ratio(OWN, OURS).median)
