@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ from blocksparse import checkpoint
 from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
+
+from .settings import Settings
 
 _AGAIN = "delete this file and run again to rewrite it"
 
@@ -112,3 +116,26 @@ def checked_result(path: Path) -> dict[str, Any]:
             wanted = f"a number; {_AGAIN}"
             raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{content.get(name)!r:.99}")
     return content
+
+
+def with_defaults(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
+    """Return saved settings, completed by the defaults of settings that did not exist when the run began.
+
+    Older versions saved only the settings that all runs share. The recipe's own fields then count as equal, since the
+    task's description has always been compared too.
+    """
+    mine, shared = asdict(own), asdict(Settings())
+    is_old = not settings.keys() & (mine.keys() - shared.keys())
+    usual = (mine if is_old else asdict(type(own)())) | shared
+    return {name: usual[name] for name in mine} | settings
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dicts to values by dotted keys, as they come back from JSON."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= flatten(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return leaves

@@ -456,8 +456,10 @@ class Trainer:
         settings = about.get("settings", {})
         if not isinstance(settings, dict):
             raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
-        theirs = _flat({"task": about.get("task", {}), "settings": _with_defaults(settings, self.settings)})
-        mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
+        theirs = resume.flatten(
+            {"task": about.get("task", {}), "settings": resume.with_defaults(settings, self.settings)}
+        )
+        mine = resume.flatten({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
         before, now = theirs.get("settings.steps"), mine["settings.steps"]
         if is_int(before) and now > before:
@@ -474,18 +476,6 @@ class Trainer:
             raise BlockSparseError.expected(
                 str(self.run), f"the run's settings: {expected}", f"{got}; use a new folder, or these settings"
             )
-
-
-def _with_defaults(settings: dict[str, Any], own: Settings) -> dict[str, Any]:
-    """Return saved settings, completed by the defaults of settings that did not exist when the run began.
-
-    Older versions saved only the settings that all runs share. The recipe's own fields then count as equal, since the
-    task's description has always been compared too.
-    """
-    mine, shared = asdict(own), asdict(Settings())
-    is_old = not settings.keys() & (mine.keys() - shared.keys())
-    usual = (mine if is_old else asdict(type(own)())) | shared
-    return {name: usual[name] for name in mine} | settings
 
 
 def device_of(name: str) -> torch.device:
@@ -506,14 +496,3 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
     if tensor.shape != parameter.shape:
         return tensor.to(parameter.device, copy=True)
     return sharding.copy_like(tensor, parameter)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to values by dotted keys, as they come back from JSON."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = json.loads(json.dumps(value))
-    return leaves
