@@ -122,8 +122,8 @@ class LayoutModule(nn.Module):
 
         Indices that a running mean has rounded are restored.
         """
-        changed = name_of_changed_buffer(self)
-        if changed and not has_averaged_indices(self):
+        changed, is_average = compare_buffers(self)
+        if changed and not is_average:
             raise BlockSparseError.expected(changed, f"those of {self._layout!r}", CHANGED_INDICES)
         indices = self.crow_indices, self.col_indices
         if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
@@ -186,20 +186,27 @@ _has_distributed = torch.distributed.is_available()
 
 def name_of_changed_buffer(module: Any) -> str | None:
     """Return the name of an index buffer that differs from the layout, or None; meta and fake tensors never differ."""
-    layout = module._layout
-    for name, own in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
-        array = _read_indices(module._buffers.get(name), own)
-        if array is None or not (array == own).all():
-            return name
-    return None
+    return compare_buffers(module)[0]
 
 
-def has_averaged_indices(module: Any) -> bool:
-    """Return whether the index buffers hold a running mean of the layout's indices, up to rounding."""
-    layout, buffers = module._layout, module._buffers
+def compare_buffers(module: Any) -> tuple[str | None, bool]:
+    """Compare a module's index buffers with its layout.
+
+    Returns:
+        The name of a buffer that differs, or None; and whether it is a running mean of the layout's indices, up to
+        rounding.
+    """
+    # Read once, because another thread may change the layout meanwhile.
+    layout, buffers = module._layout, dict(module._buffers)
     crow = _read_indices(buffers.get("crow_indices"), layout.row_start)
     col = _read_indices(buffers.get("col_indices"), layout.col_of_block)
-    return crow is not None and col is not None and has_indices(layout, crow, col)
+    if crow is not None and (crow == layout.row_start).all():
+        if col is not None and (col == layout.col_of_block).all():
+            return None, False
+        changed = "col_indices"
+    else:
+        changed = "crow_indices"
+    return changed, crow is not None and col is not None and has_indices(layout, crow, col)
 
 
 def _read_indices(index: Any, own: np.ndarray) -> np.ndarray | None:
@@ -238,8 +245,8 @@ def _check_in_graph(module_id: int) -> str | None:
     """Record that a graph is compiled for a module; return the name of an index buffer that differs, or None."""
     module = _modules_by_id[module_id]
     _compiled.add(module)
-    changed = name_of_changed_buffer(module)
-    if changed and has_averaged_indices(module):
+    changed, is_average = compare_buffers(module)
+    if is_average:
         changed = None
     if module._layout_is_dynamic and changed is None:
         module._check_buffers()  # registers the index tensors of a copied module
@@ -252,8 +259,7 @@ def was_compiled(module: LayoutModule) -> bool:
 
 
 # The attribute that torch.compiler.assume_constant_result sets. Calling that function would import the compiler.
-name_of_changed_buffer._dynamo_marked_constant = _check_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-has_averaged_indices._dynamo_marked_constant = True  # type: ignore[attr-defined]
+compare_buffers._dynamo_marked_constant = _check_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
