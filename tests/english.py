@@ -18,7 +18,9 @@ LIMIT = 9  # a few places in which the words are right
 OPENING = re.compile(r"(Of|As|Those|What|The same)\b")
 CLAUSE = re.compile(r"(?:^|[.!:] )(?:What|Who|That which|Where nothing)\b[^?.]*(?:\.|$)")
 MANY = re.compile(r"\bas many(?: as\b| (?:in|of|for|at|by|with|and|or)\b|[.,;:)]|$)")
-WORDS = re.compile(r"\b(told|tells|outlets?|anew|alike|elsewhere|remembered|wants?|(?:goes|go|went) on|as it lies)\b", re.I)
+WORDS = re.compile(
+    r"\b(told|tells|outlets?|anew|alike|elsewhere|remembered|wants?|(?:goes|go|went) on|as it lies)\b", re.I
+)
 USER_PAGES = ("README.md", "docs/start/", "docs/how_to/")
 LONGEST_SENTENCE = 30  # words
 
@@ -28,7 +30,7 @@ def main() -> None:
     found = [place for name in listed.stdout.split() for place in patterns_in(name)]
     print(*found, sep="\n")
     if len(found) > LIMIT and not sys.argv[1:]:
-        sys.exit(f"{len(found)} places with patterns of hard English, at most {LIMIT} are accepted: rewrite these sentences")
+        sys.exit(f"{len(found)} places with patterns of hard English, at most {LIMIT} are accepted: rewrite these")
 
 
 def patterns_in(name: str) -> Iterator[str]:
@@ -64,9 +66,9 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
     """Yield line, text and whether it is a docstring, for the docstrings and comments of a Python file."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if docstring := ast.get_docstring(node):
-                yield node.body[0].lineno, " ".join(docstring.split()), True
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (docstring := ast.get_docstring(node)):
+            yield node.body[0].lineno, " ".join(docstring.split()), True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.strip("# "), False

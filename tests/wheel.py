@@ -1,4 +1,4 @@
-"""What is released, tried as a user gets it: `make wheel-test`.
+"""Build, install and try the source distribution and the wheel, as a user gets them: `make wheel-test`.
 
 The source distribution holds what git does; the wheel is built from it alone, needs no newer libraries than its tag
 says, is installed beside PyTorch within 20 seconds and works without a compiler. `--smoke` is that last part, in
