@@ -244,7 +244,7 @@ def _pattern(model: Mapping[str, Any]) -> str:
         "block_diagonal": f"squares on the diagonal{blocks}",
     }[model["pattern"]]
     stride = model.get("stride", 1)
-    return pattern + (f", one unit in {stride} meets inputs and outlet" if stride > 1 else "")
+    return pattern + (f", one unit in {stride} meets inputs and output layer" if stride > 1 else "")
 
 
 def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -> LanguageExperiment:
@@ -327,7 +327,7 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
     return LanguageExperiment(
         about=f"The deep-transition LSTM of 2017 with five internal steps, dense or block-sparse and {width / 424:.1f} "
         f"times as wide, with a small world of its own for each step, on {text}"
-        + (", weight norm, and strided inputs and outlet of the wide one" if stride > 1 else ""),
+        + (", weight norm, and strided inputs and output layer of the wide one" if stride > 1 else ""),
         text=text,
         # In runs of 500 steps, the wide model needs 2.42, 2.39 and 2.40 bits at 0.003, 0.006 and 0.012 on text read
         # for the first time. The dense one needs 2.58 and 2.60 at 0.003 and 0.006 (held out, 2.62 at 0.0015 and 2.60
