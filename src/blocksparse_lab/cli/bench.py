@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 bench = typer.Typer(name="bench", help="Measure against the peers, correctness first.", no_args_is_help=True)
 
 BlockSize = Annotated[int, typer.Option(help="Rows and columns of a block.")]
-Densities = Annotated[str, typer.Option(help="Parts of the blocks that are stored, of random patterns.")]
+Densities = Annotated[str, typer.Option(help="Fractions of the blocks that random patterns store.")]
 Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
 
 

@@ -42,7 +42,7 @@ def sentiment(
 ) -> None:
     """Fit a sparse linear probe on a language model's states of texts: accuracy, features used, best unit.
 
-    L1 logistic regression; C is chosen on the validation part, and the test part is used once. Features are cached next
+    L1 logistic regression; C is chosen on the validation set, and the test set is used once. Features are cached next
     to the checkpoint.
     """
     import torch

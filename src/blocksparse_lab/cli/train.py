@@ -233,7 +233,7 @@ def resnet(
     shifted: Annotated[int, typer.Option(help="Test images to evaluate at all of their circular shifts.")] = 64,
     parallel: Parallel,
 ) -> None:
-    """Train a residual network on small images, with strides or blind to shifts; report error and consistency.
+    """Train a residual network on small images, with strides or shift-invariant; report error and consistency.
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
