@@ -50,7 +50,7 @@ def attention(
     FlexAttention works in tiles. Without gradients and with 128 queries or more, a tile is as large as the blocks: 32,
     64 or 128. For random blocks of 32, density 0.1, 8192 tokens, d 64 and bfloat16, the forward pass on an H100 is 3.8
     times as fast as dense attention. With gradients every tile is 128; such blocks touch 81 % of these tiles, and the
-    step has 0.12 times the speed of dense attention. To train on a GPU, use blocks of 128.
+    forward pass has 0.12 times the speed of dense attention. To train on a GPU, use blocks of 128.
 
     Under `torch.autocast`, q, k and v are cast, as for `scaled_dot_product_attention`.
 
