@@ -20,7 +20,7 @@ from .terminal import bar, make_folder, say
 if TYPE_CHECKING:
     from ..bench.case import Bench
 
-bench = typer.Typer(name="bench", help="Measure against the peers, correctness first.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Check results, then compare speed with other libraries.", no_args_is_help=True)
 
 BlockSize = Annotated[int, typer.Option(help="Rows and columns of a block.")]
 Densities = Annotated[str, typer.Option(help="Fractions of the blocks that random patterns store.")]

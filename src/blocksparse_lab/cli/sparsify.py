@@ -28,7 +28,7 @@ def sparsify(
     skip: Annotated[list[str] | None, typer.Option(help="Module or weight to leave dense; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint and report.json.")] = None,
     tokens: Annotated[int, typer.Option(help="Rows of the inputs for which weights must be faster.")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="Sparsify also weights that are faster dense.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Sparsify every weight without timing it.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Report only; write nothing.")] = False,
 ) -> None:
     """Drop the blocks with the lowest scores from a trained model, write it, and report on each weight.
