@@ -41,6 +41,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/english.py
 	$(BIN)/clang-format --dry-run --Werror csrc/*/* benchmarks/libxsmm/*.c
 
 # Random calls of the compiled core against float64. A fault comes with the command that shows it again.

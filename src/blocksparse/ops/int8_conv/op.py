@@ -13,7 +13,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..conv.plan import axes_of
-from ..registry import Geometry, LayoutOp
+from ..registry import Geometry, LayoutOp, Tensors
 from . import cpu, reference
 
 
@@ -24,6 +24,9 @@ class Int8Conv(LayoutOp):
     """
 
     dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
+
+    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
+        return self.compute(tensors, layout, options)  # the public function has refused tensors that need a gradient
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, *_), (size, *_, activation) = tensors, options

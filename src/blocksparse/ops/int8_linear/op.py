@@ -14,7 +14,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..checks import check_tangents
-from ..registry import Geometry, LayoutOp
+from ..registry import Geometry, LayoutOp, Tensors
 from . import cpu, reference
 
 # Sums of 8-bit products of this many inputs fit int32.
@@ -26,6 +26,9 @@ class Int8Linear(LayoutOp):
     """activation(x W^T + bias) with tensors x, values, scales, bias and option activation. It has no gradient."""
 
     dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
+
+    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
+        return self.compute(tensors, layout, options)  # the public function has refused tensors that need a gradient
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, *_), (activation,) = tensors, options
