@@ -136,7 +136,11 @@ def code(facts: Mapping[str, Any]) -> str:
 
 
 def commits(machines: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """List the commits, with the names of their runs, if there are several: `where` names only one."""
+    """Return a clause to append to `where`: the commits and their runs; "" if all runs have the same commit.
+
+    Args:
+        machines: facts of the machines, by name of the run.
+    """
     found: dict[str, list[str]] = {}
     for name, some in machines.items():
         for one in {one for facts in some if facts["commit"] for one in facts.get("codes", [code(facts)])}:

@@ -59,7 +59,7 @@ def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
     return stored
 
 
-def make_sparser(
+def drop_blocks(
     model: nn.Module,
     stored: dict[str, StoredWeight],
     density: Any,
@@ -72,7 +72,10 @@ def make_sparser(
     """Drop blocks of a model's block-sparse weights; the parameters stay the same objects.
 
     Returns:
-        The model or its copy, and the layouts.
+        The model or its copy, and the plan with the layouts.
+
+    Raises:
+        BlockSparseError: no block would be dropped, or `optimizer` cannot follow. Nothing is changed then.
     """
     weights = {name: weight.dense for name, weight in stored.items()}
     selection = ScoredSelection(weights, density, criterion or "lamp", scope, bounded)

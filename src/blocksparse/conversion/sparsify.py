@@ -24,7 +24,7 @@ from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
-from .sparser import dense_name, make_sparser, stored_weights
+from .sparser import dense_name, drop_blocks, stored_weights
 from .speed import Example, checked_tokens, keep_faster
 
 # A warning reports densities that miss the target by more than this fraction of it.
@@ -112,19 +112,19 @@ def sparsify(
     """
     checked_tokens(tokens)
     check_optimizer_is_inplace(optimizer, inplace)
-    found = survey_weights(model, block_size, skip)
-    if not found.weights:
+    candidates = survey_weights(model, block_size, skip)
+    if not candidates.weights:
         stored = stored_weights(model, skip)
         if not stored:
-            raise _no_weights_error(model, found)
+            raise _no_weights_error(model, candidates)
         _check_only_dense_options(layouts, data)
-        model, plan = make_sparser(model, stored, density, criterion, scope, not force, inplace, optimizer)
+        model, plan = drop_blocks(model, stored, density, criterion, scope, not force, inplace, optimizer)
         _warn_if_missed(plan)
         return model
     if inplace and data is not None:
         _check_writable(model)
     batches = None if data is None else collect_batches(data)
-    plan = select_blocks(model, found, density, criterion, scope, layouts, batches, bounded=not force)
+    plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, bounded=not force)
     if not force:
         plan = keep_faster(model, plan, tokens, example)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
@@ -166,8 +166,8 @@ def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Sk
     )
 
 
-def _no_weights_error(model: nn.Module, found: Survey) -> BlockSparseError:
-    listed = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:MAX_NAMED])
+def _no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
+    listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
     got = f"{type(model).__name__} with {listed or 'none'}"
     return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
 
@@ -196,7 +196,7 @@ def _check_writable(model: nn.Module) -> None:
 
 def select_blocks(
     model: nn.Module,
-    found: Survey,
+    candidates: Survey,
     density: float | Mapping[str, float],
     criterion: Criterion | None,
     scope: str,
@@ -205,32 +205,46 @@ def select_blocks(
     *,
     bounded: bool,
 ) -> Plan:
-    """Select the blocks of each weight; see `sparsify` for the arguments."""
+    """Select the blocks of each dense weight, and record why others stay dense.
+
+    Args:
+        model: the model, which calibration runs on `batches`.
+        candidates: its weights that can become block-sparse, and those that cannot.
+        density, criterion, scope: see `sparsify`.
+        layouts: layouts by name, used as they are, or None to score blocks.
+        batches: inputs of the model, or None. With inputs and one density, the default criterion is `energy_shares`.
+        bounded: whether trained weights keep more blocks if they would lose too much; only without layouts or inputs.
+
+    Raises:
+        BlockSparseError: `layouts` or `density` name a weight that cannot become block-sparse.
+    """
     for argument, named in (("layouts", layouts), ("density", density)):
         for name in named if isinstance(named, Mapping) else ():
-            if reason := found.reasons.get(name) or (name in found.sparse and SPARSE_ALREADY):
+            if reason := candidates.reasons.get(name) or (name in candidates.sparse and SPARSE_ALREADY):
                 raise BlockSparseError(f"{argument}: {name} cannot be block-sparse: {reason}")
     selection: Selection
     if layouts is not None:
-        selection = FixedSelection(found.weights, layouts)
+        selection = FixedSelection(candidates.weights, layouts)
     elif batches is None:
-        selection = ScoredSelection(found.weights, density, "lamp" if criterion is None else criterion, scope, bounded)
+        selection = ScoredSelection(
+            candidates.weights, density, "lamp" if criterion is None else criterion, scope, bounded
+        )
     else:
         if criterion is None and not isinstance(density, Mapping):
-            criterion = energy_shares(model, batches, found.weights.values(), number("density", density, 0, 1))
+            criterion = energy_shares(model, batches, candidates.weights.values(), number("density", density, 0, 1))
         # These scores have a minimum per weight already, and fitting makes up for what rows lose.
         scope = "global" if scope == "careful" else scope
-        selection = ScoredSelection(found.weights, density, "l2" if criterion is None else criterion, scope)
+        selection = ScoredSelection(candidates.weights, density, "l2" if criterion is None else criterion, scope)
     given = "density" if layouts is None else "layout"
     reasons = {
-        **found.reasons,
-        **{name: f"no {given} was given" for name in found.weights if name not in selection.weights},
+        **candidates.reasons,
+        **{name: f"no {given} was given" for name in candidates.weights if name not in selection.weights},
     }
     unexpected: dict[str, str] = {name: reason for name, reason in reasons.items() if isinstance(reason, Unexpected)}
     if layouts is None and not isinstance(density, Mapping):
         unexpected |= {
             name: f"block-sparse already, with density {layout.density:.3g}: sparsify it alone, or densify it first"
-            for name, layout in found.sparse.items()
+            for name, layout in candidates.sparse.items()
             if abs(layout.density - density) > DENSITY_TOLERANCE * density + 0.5 / math.prod(layout.grid)
         }
     return Plan(selection, selection.layouts(selection.weights), reasons, unexpected)

@@ -234,7 +234,10 @@ def share_parameters(model: nn.Module) -> nn.Module:
 
 
 def random_inputs(module: Any, tokens: int) -> list[Arguments]:
-    """Return arguments for one or more calls of a block-sparse module."""
+    """Return random arguments for a call of a block-sparse module with about `tokens` tokens.
+
+    For a recurrent module, the list has one call at batch size 1, and one at batch size 16 (at most `tokens`).
+    """
     values = next(each.values for each in module.modules() if isinstance(each, BlockSparseModule))
     like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
     if isinstance(module, Cell):

@@ -388,7 +388,7 @@ def _json_tensor(about: Mapping[str, Any]) -> Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """Describe a failure in one line, with the process where it happened."""
+    """Describe a failure in one line; of failures in several processes, the one of the lowest rank, with that rank."""
     if isinstance(error, dcp.CheckpointException):
         rank, (inner, _) = min(error.failures.items())
         return f"process {rank}: {_reason(inner)}"

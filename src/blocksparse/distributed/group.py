@@ -97,7 +97,12 @@ def _address() -> str:
 
 
 def _join(rank: int, workers: int, timeout: float) -> dist.Store:
-    """Form the group once all processes have started and agree on its size."""
+    """Form the default process group once all processes have started and agree on its size; return its store.
+
+    Raises:
+        BlockSparseError: an environment variable of torchrun is missing or wrong; a process does not start in time, or
+            has another size or the same rank.
+    """
     deadline = time.monotonic() + timeout
 
     def left() -> timedelta:

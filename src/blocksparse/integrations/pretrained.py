@@ -132,7 +132,7 @@ class BlockSparseQuantizer(HfQuantizer):
                 f"save_pretrained: this {type(model).__name__} has layers in 8 bits. Save it before bs.quantize, and "
                 "quantize the model that from_pretrained returns"
             )
-        weights = _described(model)
+        weights = _describe_blocks(model)
         if weights:
             model.config.quantization_config = BlockSparseConfig(weights).to_dict()
             if any(isinstance(module, Weight) for module in model.modules()):
@@ -161,8 +161,12 @@ class BlockSparseQuantizer(HfQuantizer):
         return True
 
 
-def _described(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of a model's block-sparse weights in config.json."""
+def _describe_blocks(model: nn.Module) -> dict[str, Any]:
+    """Return the block shape and the number of blocks of each block-sparse weight, by name, for config.json.
+
+    Raises:
+        BlockSparseError: a layer has an activation, which `from_pretrained` cannot restore.
+    """
     weights = {}
     for name, module in _sparse_modules(model).items():
         if getattr(module, "activation", None):

@@ -64,7 +64,10 @@ class LayoutModule(nn.Module):
         self._record_versions()
 
     def _record_versions(self) -> None:
-        """Record that the index buffers, in their present versions, match the layout."""
+        """Record that the index buffers, in their present versions, match the layout.
+
+        If the layout is dynamic, register the buffers for torch.compile, and mark a varying number of blocks.
+        """
         crow, col = self.crow_indices, self.col_indices
         self._checked = crow, crow._version, col, col._version
         if self._layout_is_dynamic:

@@ -188,9 +188,9 @@ def replace_parameter(
     convert: Callable[[Tensor], Tensor],
     absent: Tensor | None = None,
 ) -> None:
-    """Replace a parameter in an optimizer, those that it wraps, and others that have stepped on it.
+    """Replace a parameter in an optimizer, in optimizers that it wraps, and in all others that have stepped on it.
 
-    The state follows. Other optimizers whose state cannot follow keep the old parameter.
+    The parameter's state is converted. If one of those others cannot train the new parameter, it keeps the old one.
 
     Args:
         optimizer: the optimizer, or None.

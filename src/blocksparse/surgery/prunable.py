@@ -318,7 +318,11 @@ def find_weights(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[s
 
 
 def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blocks:
-    """Return how a parameter of a module is divided into blocks."""
+    """Divide a dense parameter into blocks of shape `block`, by the kind of its module.
+
+    The kind decides whether the parameter stacks several weights (gates, experts, q, k and v), is transposed, or needs
+    more padding. An uninitialized parameter has no blocks.
+    """
     tensor, parts, multiple = getattr(module, parameter), 1, None
     if isinstance(tensor, nn.UninitializedParameter):
         return Blocks((0, 0), block)

@@ -144,7 +144,10 @@ def chosen_sources(nodes: int, sources: int | None, seed: int) -> np.ndarray:
 
 
 def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
-    """Return statistics of the shortest paths of a graph from these nodes."""
+    """Search breadth-first from these nodes; return statistics of the shortest paths.
+
+    If `sources` are fewer than the nodes, they count as a random sample: the mean has a standard error.
+    """
     weights, within = graph.weights, graph.within
     totals, pairs = np.zeros((2, sources.size))
     at_length = np.zeros(1, dtype=np.int64)

@@ -306,10 +306,12 @@ class Bench:
         return CaseResult(spec, nnz, density, errors, samples, refused, case.bound, facts)
 
     def prepare(self, case: Case, name: str, counts: dict[str, int]) -> Call:
-        """Return one call that runs all copies of a contender in turn, and record in `counts` how many calls that is.
+        """Return one call that runs all copies of a contender in turn; for few tokens, in several rounds.
+
+        Record in `counts[name]` how many times the returned call runs the contender.
 
         Raises:
-            BlockSparseError: replaying our calls gives other bits than calling them.
+            BlockSparseError: a replay of our calls does not give the bits of the calls.
         """
         copies = self.device.copies(case.weight_bytes(name)) if case.rotates else 1
         calls = [case.call(name, copy) for copy in range(copies)]

@@ -235,7 +235,7 @@ def chance(values: Sequence[float], others: Sequence[float] | None = None) -> st
     The result is "" for fewer than three values on either side, or if the values differ by rounding alone.
 
     Args:
-        found: differences of pairs; with `others`, the first of two independent samples, compared by Welch's test.
+        values: differences of pairs; with `others`, the first of two independent samples, compared by Welch's test.
         others: the second sample.
 
     >>> chance([0.2, 0.3, 0.4]), chance([1, 2, 3], [2, 3, 4]), chance([1.0, 2.0]), chance([0.3, 0.1 + 0.2, 0.3])

@@ -157,7 +157,7 @@ def _training(training: Training) -> dict[str, Any]:
 
 
 def _curves(training: Training) -> Any:
-    """Draw the held-out curves."""
+    """Draw bits per byte of held-out text against steps and against seconds; return the picture for the page."""
     figure, (by_step, by_time) = axes_for_page((9.4, 3.2), columns=2, sharey=True)
     for outcome, color in zip(training.outcomes, (DENSE, SPARSE), strict=True):
         curve = outcome.curve

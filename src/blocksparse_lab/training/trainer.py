@@ -121,7 +121,7 @@ class Trainer:
 
         Args:
             callbacks: participants besides the task.
-            caught: a list of signals; training ends once it has one.
+            caught: signals received so far, a list that may grow; at the first one, save and raise `Interrupted`.
         """
         self._callbacks = (self.task, *callbacks)
         s = self.settings

@@ -193,6 +193,11 @@ class Master:
             self._serve_one()
 
     def _serve_one(self) -> None:
+        """Wait for a push of gradients, step with them if steps are left, and send the network to its worker.
+
+        Raises:
+            Exception: receiving from a worker failed.
+        """
         worker = self.arrived.get()
         if isinstance(worker, Exception):
             raise worker

@@ -26,7 +26,10 @@ class _Banded(nn.Module):
         self.seen: Tensor | None = None
 
     def _extended(self, x: Tensor, left: int = 0, right: int = 0) -> Tensor:
-        """Return x with the rows above it, and with columns of zeros at its sides."""
+        """Pad x with `rows` rows above and with columns of zeros at its sides.
+
+        The rows are zeros, or in bands the last rows of the previous band. In bands, record the last rows of this one.
+        """
         if self.in_bands and self.rows:
             # A band can have fewer rows than the next band needs.
             x = F.pad(x, (0, 0, self.rows, 0)) if self.above is None else torch.cat([self.above, x], 2)

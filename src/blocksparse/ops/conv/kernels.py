@@ -239,10 +239,11 @@ def conv_wgrad_kernel(
     TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
     WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_K lanes of one row's entries, summed over one split of the output positions.
+    """Compute BLOCK_K lanes of one block row of the values' gradient, summed over one split of the output positions.
 
-    An entry has its lanes once per tap; with TAPS > 1, once per tap of the other axes. Positions advance by BLOCK_M
-    with carry, so that the loop has no division.
+    A lane is one channel of `a` in one stored block (an entry) at one tap. With TAPS > 1, a lane has all TAPS taps of
+    the last axis. The caller sums the splits. Positions advance by BLOCK_M with carry, so that the loop has no
+    division.
     """
     taps: tl.constexpr = kernel0 * kernel1 * kernel2 // TAPS
     taps2: tl.constexpr = kernel2 // TAPS

@@ -154,7 +154,12 @@ def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outputs(hs: StateTrajectory, cs: StateTrajectory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y and the final states, in memory of their own, because users write into results."""
+    """Return y and the final states. Users write into results, so they share no memory with what backward needs.
+
+    Args:
+        hs, cs: h and c before and after each step.
+        keep: whether backward needs `hs` and `cs`; if so, y is a copy.
+    """
     if not keep:  # `.data`, because autograd would take y for a view, and refuse writes into it
         c = cs.final if cs.final is cs.all_after else cs.final.clone()
         return hs.all_after.data, hs.final.clone(), c

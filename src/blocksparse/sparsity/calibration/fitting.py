@@ -42,7 +42,7 @@ class Problem:
         self.grid = self.dense.shape[0] // self.block[0], self.dense.shape[1] // self.block[1]
 
     def choose(self, total: int) -> Tensor:
-        """Select `total` blocks, bool `[out_blocks, in_blocks]`."""
+        """Select `total` blocks greedily, to change the outputs on X little; bool `[out_blocks, in_blocks]`."""
         if self.dense.shape[1] > MAX_INPUTS:
             return self._select_in_stages(total)
         height = self.block[0]

@@ -94,7 +94,7 @@ class GatedPruner(DensePruner):
         super()._check_unfinished(call)
         if self._settled and call != "finish":
             raise BlockSparseError(
-                f"{call}() called after the gates of {type(self).__name__} were taken off, when its training ended: "
+                f"{call}() called after the gates of {type(self).__name__} were removed, when its training ended: "
                 "call finish(early=True), or create a new method to prune further"
             )
 
