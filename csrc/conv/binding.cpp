@@ -1,5 +1,4 @@
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,7 +8,6 @@
 #include "core/bindings.hpp"
 #include "core/parallel.hpp"
 #include "isa/dispatch.hpp"
-#include "linear/row_tasks.hpp"
 
 using namespace nb::literals;
 

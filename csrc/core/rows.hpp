@@ -20,6 +20,12 @@ inline InputRows from(const InputRows& rows, int64_t at, int64_t size) {
 
 inline InputRows read_only(const OutputRows& rows) { return {rows.data, rows.stride}; }
 
+// Call run(first, last) for ranges of `part` elements out of `count`, shared among threads.
+template <class Run>
+void in_ranges(int64_t count, int64_t part, const Run& run) {
+  parallel_tasks(ceil_div(count, part), [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
+}
+
 // Call run(part) for parts of the rows and features that take a few microseconds each. The parts do not depend on the
 // number of threads, since results must not.
 template <class Run>

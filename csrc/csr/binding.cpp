@@ -1,15 +1,10 @@
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "core/arguments.hpp"
 #include "core/bindings.hpp"
-#include "core/parallel.hpp"
 #include "csr/csr.hpp"
 #include "isa/dispatch.hpp"
-#include "linear/row_tasks.hpp"
 
 using namespace nb::literals;
 

@@ -13,29 +13,22 @@ namespace {
 
 constexpr decltype(&portable::select_elementwise) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_elementwise)};
 
-int64_t parts_of(int64_t count, int64_t part = kPartNumbers) { return ceil_div(count, part); }
-
-template <class Run>
-void in_parts(int64_t count, const Run& run, int64_t part = kPartNumbers) {
-  parallel_tasks(parts_of(count, part), [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
-}
-
 }  // namespace
 
 void dropout_forward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutForward& dropout) {
   const ElementwiseKernels& kernels = kSelect[isa.index](dtype);
-  in_parts(count, [&](int64_t first, int64_t last) { kernels.dropout_forward(dropout, first, last); });
+  in_ranges(count, kPartNumbers, [&](int64_t first, int64_t last) { kernels.dropout_forward(dropout, first, last); });
 }
 
 void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutBackward& dropout) {
   const ElementwiseKernels& kernels = kSelect[isa.index](dtype);
-  in_parts(count, [&](int64_t first, int64_t last) { kernels.dropout_backward(dropout, first, last); });
+  in_ranges(count, kPartNumbers, [&](int64_t first, int64_t last) { kernels.dropout_backward(dropout, first, last); });
 }
 
 void concat_elu(const InstructionSet& isa, DType dtype, int64_t rows, const ConcatElu& call) {
   const ElementwiseKernels& kernels = kSelect[isa.index](dtype);
   const auto run = call.grad ? kernels.concat_elu_backward : kernels.concat_elu_forward;
-  in_parts(rows * call.features, [&](int64_t first, int64_t last) { run(call, first, last); }, kConcatEluPart);
+  in_ranges(rows * call.features, kConcatEluPart, [&](int64_t first, int64_t last) { run(call, first, last); });
 }
 
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
@@ -43,7 +36,7 @@ void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<in
   const ElementwiseKernels& kernels = kSelect[isa.index](dtype);
   std::vector<int64_t> ends(counts.size());
   int64_t parts = 0;
-  for (size_t i = 0; i < counts.size(); ++i) ends[i] = parts += parts_of(counts[i]);
+  for (size_t i = 0; i < counts.size(); ++i) ends[i] = parts += ceil_div(counts[i], kPartNumbers);
   parallel_tasks(parts, [&](int64_t part) {
     const size_t i = std::upper_bound(ends.begin(), ends.end(), part) - ends.begin();
     const int64_t first = (part - (i ? ends[i - 1] : 0)) * kPartNumbers;

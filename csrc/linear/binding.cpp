@@ -1,8 +1,5 @@
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "core/arguments.hpp"
 #include "core/bindings.hpp"

@@ -1,14 +1,9 @@
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "core/arguments.hpp"
 #include "core/bindings.hpp"
-#include "core/parallel.hpp"
 #include "isa/dispatch.hpp"
-#include "linear/row_tasks.hpp"
 #include "lstm_gates/lstm_gates.hpp"
 
 using namespace nb::literals;

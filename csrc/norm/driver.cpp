@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "core/parallel.hpp"
+#include "core/rows.hpp"
 #include "isa/dispatch.hpp"
 #include "norm/norm.hpp"
 
@@ -20,7 +20,7 @@ template <class Run>
 void in_parts_of(int64_t count, int64_t size, int64_t whole, const Run& run) {
   if (size == 0) return;
   const int64_t part = std::max<int64_t>(kPartNumbers / size / whole * whole, whole);
-  parallel_tasks(ceil_div(count, part), [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
+  in_ranges(count, part, run);
 }
 
 }  // namespace
