@@ -191,8 +191,8 @@ def can_bypass_dispatcher(*tensors: Any, plain_call: bool = False) -> bool:
     )
 
 
-def can_call_directly(layout: AnyLayout, *tensors: Tensor) -> TypeGuard[BlockLayout]:
-    """Return whether a backward pass may call `LayoutOp.direct`; a profiler sees only calls of PyTorch's op."""
+def can_call_directly(layout: AnyLayout, *tensors: Tensor | None) -> TypeGuard[BlockLayout]:
+    """Return whether a call may be one of `LayoutOp.direct`; a profiler sees only calls of PyTorch's op."""
     direct = isinstance(layout, BlockLayout) and can_bypass_dispatcher(*tensors)
     return direct and not torch.autograd._profiler_enabled()
 
@@ -280,9 +280,9 @@ class LayoutOp(Op):
 
     def __call__(self, tensors: Tensors, layout: AnyLayout, options: Sequence[Any] = ()) -> Tensor:
         """Return the result for checked tensors. Bypasses PyTorch's dispatcher, except for a profiler to see the op."""
+        if can_call_directly(layout, *tensors):
+            return self.direct(tensors, layout, options)
         if isinstance(layout, BlockLayout):
-            if can_bypass_dispatcher(*tensors) and not torch.autograd._profiler_enabled():
-                return self.direct(tensors, layout, options)
             refuse_onnx(self.name)
             layout = GraphLayout(self.indices(layout, tensors, options), layout.grid[1])
         result: Tensor = self.torch_op(*tensors, layout.indices, layout.in_blocks, *options)

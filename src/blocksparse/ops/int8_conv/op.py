@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..conv.plan import axes_of
-from ..registry import Geometry, LayoutOp, Tensors
+from ..int8_linear import Int8Op
+from ..registry import Geometry
 from . import cpu, reference
 
 
-class Int8Conv(LayoutOp):
+class Int8Conv(Int8Op):
     """activation(W * x + bias) of images `[n, *space, channels]`. It has no gradient.
 
     Its tensors are x, values, scales and bias, its options size, stride, padding, dilation and activation.
     """
-
-    dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
-
-    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
-        return self.compute(tensors, layout, options)  # the public function has refused tensors that need a gradient
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, *_), (size, *_, activation) = tensors, options

@@ -9,10 +9,19 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..checks import check_activation, check_kinds
-from .op import DTYPES, INT8_LINEAR, MAX_INPUTS, check_inference, check_operands
+from .op import DTYPES, INT8_LINEAR, MAX_INPUTS, Int8Op, check_inference, check_operands
 from .reference import NEGLIGIBLE
 
-__all__ = ["DTYPES", "INT8_LINEAR", "MAX_INPUTS", "check_inference", "check_operands", "int8_linear", "quantized"]
+__all__ = [
+    "DTYPES",
+    "INT8_LINEAR",
+    "MAX_INPUTS",
+    "Int8Op",
+    "check_inference",
+    "check_operands",
+    "int8_linear",
+    "quantized",
+]
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:

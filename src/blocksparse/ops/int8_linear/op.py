@@ -22,13 +22,17 @@ MAX_INPUTS = 1 << 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Int8Linear(LayoutOp):
-    """activation(x W^T + bias) with tensors x, values, scales, bias and option activation. It has no gradient."""
+class Int8Op(LayoutOp):
+    """An operation on int8 values with float32 scales. It has no gradient."""
 
     dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
 
     def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
         return self.compute(tensors, layout, options)  # the public function has refused tensors that need a gradient
+
+
+class Int8Linear(Int8Op):
+    """activation(x W^T + bias) with tensors x, values, scales, bias and option activation. It has no gradient."""
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, *_), (activation,) = tensors, options
