@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from random import Random
 
 import numpy as np
@@ -50,7 +49,3 @@ def run(case: dict, calls: Calls) -> None:
     else:
         if reason:
             raise Fault(f"not refused, {reason}")
-
-
-def as_line(case: dict) -> str:
-    return json.dumps(case, separators=(",", ":"))

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,6 @@ from prediction.model import (
 )
 from targets.rows import Row
 
-TESTS = Path(__file__).parents[1]
 H100 = CHIPS["h100"]
 
 
