@@ -49,10 +49,10 @@ def browser():
 
 
 @pytest.fixture
-def load_model(browser, tmp_path):
+def open_page(browser, tmp_path):
     """Open a page of layouts; at the end it must have no errors."""
 
-    def open_page(*layouts, fragment="", **more):
+    def load(*layouts, fragment="", **more):
         path = tmp_path / "page.html"
         shown = [
             Shown(f"layout {i}", layout, [("density", f"{layout.density:.3g}")]) for i, layout in enumerate(layouts)
@@ -64,7 +64,7 @@ def load_model(browser, tmp_path):
 
     browser.resize(1000, 900)
     browser.dark(False)
-    yield open_page
+    yield load
     assert browser.errors == []
 
 
@@ -92,9 +92,9 @@ def mask_drawn(browser, layout):
 
 @needs_browser
 @pytest.mark.parametrize("shape", [(160, 160), (96, 240), (320, 64), (32, 32)], ids=str)
-def test_the_matrix_shows_the_blocks_that_are_stored(opened, shape):
+def test_the_matrix_shows_the_blocks_that_are_stored(open_page, shape):
     layout = bs.patterns.random(shape, 16, density=0.2, seed=seed())
-    browser = opened(layout)
+    browser = open_page(layout)
     np.testing.assert_array_equal(mask_drawn(browser, layout), layout.mask().numpy())
     browser.dark()
     browser.until("String(rgb('sparse')) !== String([11, 99, 176, 255])")
@@ -103,9 +103,9 @@ def test_the_matrix_shows_the_blocks_that_are_stored(opened, shape):
 
 
 @needs_browser
-def test_the_pointer_tells_block_features_and_whether_it_is_stored(opened):
+def test_the_pointer_tells_block_features_and_whether_it_is_stored(open_page):
     layout = bs.BlockLayout([[True, False, False], [False, False, True]], block_size=(8, 4))
-    browser = opened(layout)
+    browser = open_page(layout)
     assert browser.run("tip_text()") is None
     point(browser, 2.5, 1.5)
     assert browser.run("tip_text()") == "block row 1, column 2: stored\noutputs 8 to 15, inputs 8 to 11"
@@ -116,9 +116,9 @@ def test_the_pointer_tells_block_features_and_whether_it_is_stored(opened):
 
 
 @needs_browser
-def test_wheel_buttons_keys_and_dragging_change_the_view(opened):
+def test_wheel_buttons_keys_and_dragging_change_the_view(open_page):
     layout = bs.patterns.watts_strogatz(1024, 16, seed=0)
-    browser = opened(layout)
+    browser = open_page(layout)
 
     def view():
         return browser.run("[canvas.dataset.scale, canvas.dataset.x, canvas.dataset.y].map(Number)")
@@ -156,9 +156,9 @@ def test_wheel_buttons_keys_and_dragging_change_the_view(opened):
 
 
 @needs_browser
-def test_the_graph_tells_neighbours(opened):
+def test_the_graph_tells_neighbours(open_page):
     layout = bs.BlockLayout(np.eye(5, dtype=bool) | np.eye(5, k=1, dtype=bool), block_size=4)
-    browser = opened(layout)
+    browser = open_page(layout)
     press(browser, "graph")
     assert browser.run("drawn()") > 200
     assert browser.run("document.getElementById('graph').getAttribute('aria-pressed')") == "true"
@@ -174,9 +174,9 @@ def test_the_graph_tells_neighbours(opened):
 
 
 @needs_browser
-def test_activity_spreads_in_as_many_steps_as_the_library_counts(opened):
+def test_activity_spreads_in_as_many_steps_as_the_library_counts(open_page):
     layout = bs.patterns.watts_strogatz_2d(64, 1, neighbors=4, rewire=0.2, seed=seed())
-    browser = opened(layout)
+    browser = open_page(layout)
     press(browser, "graph")
     press(browser, "spread")
     assert "from block 36, step 0 of" in browser.run("status_.textContent")
@@ -188,9 +188,9 @@ def test_activity_spreads_in_as_many_steps_as_the_library_counts(opened):
 
 
 @needs_browser
-def test_rectangles_are_drawn_as_inputs_and_outputs(opened):
+def test_rectangles_are_drawn_as_inputs_and_outputs(open_page):
     layout = bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4)
-    browser = opened(layout, fragment="#as-graph")
+    browser = open_page(layout, fragment="#as-graph")
     assert browser.run("canvas.dataset.nodes") == "5"
     places = browser.run("[...positionsOf(layout, 'columns')]")
     point(browser, places[0], places[1])
@@ -202,9 +202,9 @@ def test_rectangles_are_drawn_as_inputs_and_outputs(opened):
 
 @needs_browser
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)], ids=str)
-def test_an_empty_layout_has_a_page(opened, grid):
+def test_an_empty_layout_has_a_page(open_page, grid):
     layout = bs.BlockLayout.from_indices([], [], grid, block_size=8)
-    browser = opened(layout)
+    browser = open_page(layout)
     assert not mask_drawn(browser, layout).any()
     assert browser.run("status_.textContent") == "No block is stored."
     press(browser, "graph")
@@ -212,10 +212,10 @@ def test_an_empty_layout_has_a_page(opened, grid):
 
 
 @needs_browser
-def test_several_layouts_are_chosen_from(opened):
+def test_several_layouts_are_chosen_from(open_page):
     ring, torus = bs.patterns.watts_strogatz(256, 16, seed=0), bs.patterns.random((64, 128), 16, density=0.5, seed=1)
     found = Distances(["ring", "torus </script>"], [[0, 0.25], [0.25, None]], "no <b>markup</b>")
-    browser = opened(ring, torus, distances=found)
+    browser = open_page(ring, torus, distances=found)
     browser.run("which.value = '1'; which.dispatchEvent(new Event('change'))")
     np.testing.assert_array_equal(mask_drawn(browser, torus), torus.mask().numpy())
     assert browser.run("[...document.querySelectorAll('[data-of]')].map((one) => one.hidden)") == [True, False]
@@ -227,9 +227,9 @@ def test_several_layouts_are_chosen_from(opened):
 
 
 @needs_browser
-def test_a_huge_grid_is_drawn_in_cells(opened):
+def test_a_huge_grid_is_drawn_in_cells(open_page):
     layout = bs.BlockLayout.from_indices([0, 0, 249_999], [0, 1, 249_999], (250_000, 250_000), block_size=2)
-    browser = opened(layout)
+    browser = open_page(layout)
     assert "3 of 62,500,000,000 blocks are stored, drawn in cells of 13 x 13." in browser.run("status_.textContent")
     assert browser.run("document.getElementById('graph').disabled")
     point(browser, 0, 0)

@@ -411,7 +411,7 @@ def test_a_second_run_without_its_gates_is_refused(loop):
     model = Net(False)
     callback = loop.callback(BEFORE["MovementPruning"](model))
     loop.run(model, callback, steps=2)
-    with pytest.raises(bs.BlockSparseError, match=r"after the gates of MovementPruning were taken off"):
+    with pytest.raises(bs.BlockSparseError, match=r"after the gates of MovementPruning were removed"):
         loop.run(model, callback, steps=2)
 
 
