@@ -12,7 +12,7 @@ from blocksparse.errors import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FOLDERS = ("start", "how_to", "understand", "coming_from")
+FOLDERS = ("start", "how_to", "understand", "coming_from", "results")
 PAGES = sorted(page for folder in FOLDERS for page in (DOCS / folder).glob("*.md"))
 WITH_CODE = [DOCS / "index.md", *(page for page in PAGES if "```python" in page.read_text())]
 ALL = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
