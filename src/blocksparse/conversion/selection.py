@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,9 +54,8 @@ class Selection(ABC):
     @property
     def rounding(self) -> float:
         """Half a block of each weight as a density: no density can be met more closely."""
-        return _mean_density(
-            {name: 0.5 / math.prod(weight.grid) for name, weight in self.weights.items()}, self.weights
-        )
+        half_blocks = sum(weight.blocks.size / 2 for weight in self.weights.values())
+        return half_blocks / sum(map(_padded_size, self.weights.values()))
 
     def density_of(self, layouts: Layouts) -> float:
         """Return the density of all weights together if some have these layouts and the others are dense."""
@@ -81,6 +80,12 @@ class Plan:
     layouts: Layouts
     reasons: Mapping[str, str] = field(default_factory=dict)
     unexpected: Mapping[str, str] = field(default_factory=dict)
+
+    def leave_dense(self, reasons: Mapping[str, str], layouts: Layouts) -> Plan:
+        """Return the plan with the layouts that are left, and with the reasons why other weights stay dense."""
+        excess = {name: self.selection.excess(name) for name in reasons}
+        added = {name: f"{reason}; it {excess[name]}" if excess[name] else reason for name, reason in reasons.items()}
+        return replace(self, layouts=layouts, reasons={**self.reasons, **added})
 
 
 class FixedSelection(Selection):
@@ -140,12 +145,16 @@ class ScoredSelection(Selection):
         self._needed: dict[str, Tensor] = {}
         if bounded and scope == "careful" and not isinstance(density, Mapping) and _is_trained(self.weights.values()):
             self._needed = {name: _needed_blocks(weight) for name, weight in self.weights.items()}
-        densities = density if isinstance(density, Mapping) else dict.fromkeys(self.weights, density)
-        self.target_density = _mean_density(densities, self.weights)
+        if isinstance(density, Mapping):
+            sizes = {name: _padded_size(weight) for name, weight in self.weights.items()}
+            density = sum(size * density[name] for name, size in sizes.items()) / sum(sizes.values())
+        self.target_density = density
 
     def layouts(self, names: Iterable[str]) -> Layouts:
         names = list(names)
         scores, blocks = {name: self.scores[name] for name in names}, {name: self.blocks[name] for name in names}
+        densities: Sequence[float] = []
+        masks: dict[str, Tensor] = {}
         if isinstance(self.density, Mapping):
             densities = [self.density[name] for name in names]
         elif self.scope == "erk":
@@ -157,21 +166,19 @@ class ScoredSelection(Selection):
             if self.scope == "careful":
                 minimum = MIN_DENSITY_FRACTION * self.density
                 scores = {name: _with_minimum(score, minimum) for name, score in scores.items()}
-            best = top_blocks(scores, blocks, self.density, "global")
-            return self._as_layouts({name: mask | self._needed.get(name, mask) for name, mask in best.items()})
-        masks: dict[str, Tensor] = {}
-        for name, density in zip(names, densities, strict=True):
+            masks = top_blocks(scores, blocks, self.density, "global")
+        for name, density in zip(names, densities, strict=False):
             masks |= top_blocks({name: scores[name]}, {name: blocks[name]}, density, "layer")
-        return self._as_layouts(masks)
+        return {
+            name: BlockLayout(mask | self._needed.get(name, mask), self.weights[name].block_shape)
+            for name, mask in masks.items()
+        }
 
     def excess(self, name: str) -> str:
         if name not in self._needed:
             return ""
         fraction = float(self._needed[name].float().mean())
         return f"needs {fraction:.0%} of its blocks to preserve {1 - MAX_ROW_LOSS:.0%} of each row's squared norm"
-
-    def _as_layouts(self, masks: Mapping[str, Tensor]) -> Layouts:
-        return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}
 
     def _score(self, name: str, criterion: Criterion) -> Tensor:
         """Return the scores of a weight's blocks, `[out_blocks, in_blocks]`."""
@@ -238,13 +245,8 @@ def _is_trained(weights: Iterable[Prunable]) -> bool:
     return unknown
 
 
-def _mean_density(densities: Mapping[str, float], weights: Weights) -> float:
-    """Return the density of weights together, whole blocks counted."""
-    sizes = {name: _padded_size(weight) for name, weight in weights.items()}
-    return sum(size * densities[name] for name, size in sizes.items()) / sum(sizes.values())
-
-
 def _padded_size(weight: Prunable) -> int:
+    """Return the number of elements in all blocks of a weight, padding included."""
     return weight.blocks.size * math.prod(weight.grid)
 
 

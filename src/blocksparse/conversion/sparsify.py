@@ -126,7 +126,8 @@ def sparsify(
     batches = None if data is None else collect_batches(data)
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, bounded=not force)
     if not force:
-        plan = keep_faster(model, plan, tokens, example)
+        faster, slower = keep_faster(model, plan.layouts, example, tokens, plan.selection.layouts)
+        plan = plan.leave_dense(slower, faster)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
     model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
     _warn_if_missed(plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +24,10 @@ from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
 from ..surgery.model_tools import copy_model
-from ..surgery.prunable import Prunable
+from ..surgery.prunable import Prunable, find_weights
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
-from .selection import Layouts, Plan, Selection
+from .selection import Layouts
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,44 +46,55 @@ BUSY_SPREAD = 2.0
 _measured: dict[tuple[Any, ...], float] = {}
 
 
-def keep_faster(model: nn.Module, plan: Plan, tokens: int = 64, example: Example | None = None) -> Plan:
-    """Return the plan without modules that are not faster block-sparse, until the whole model is not slower.
+def keep_faster(
+    model: nn.Module,
+    layouts: Layouts,
+    example: Example | None = None,
+    tokens: int = 64,
+    select: Callable[[list[str]], Layouts] | None = None,
+) -> tuple[Layouts, dict[str, str]]:
+    """Leave weights dense until every block-sparse module is faster than the dense one, and the model not slower.
 
-    Blocks are selected again for the remaining weights. `sparsify` calls this unless forced.
+    `sparsify` calls this unless forced. The result depends on the machine.
 
     Args:
         model: the dense model, which is left as it is.
-        plan: the layouts and the selection that made them.
-        tokens: rows of the inputs to time modules with.
-        example: inputs of the model to time with instead; the whole model is timed only with it.
+        layouts: the layouts that its weights would get, by name.
+        example: inputs of the model to time with; the whole model is timed only with them.
+        tokens: rows of the inputs to time modules with if there is no example.
+        select: returns new layouts for the weights that are left, by their names; by default they keep theirs.
+
+    Returns:
+        The layouts of weights that are better block-sparse, and the reasons why others are better dense, by name.
     """
-    selection, reasons = plan.selection, dict(plan.reasons)
+    weights, reasons = find_weights(model, layouts), dict[str, str]()
     speed = Speed(model, tokens, example)
-    speed.record(weight.module for weight in selection.weights.values())
-    layouts = plan.layouts
+    speed.record(weight.module for weight in weights.values())
     while layouts:
         sparse = {name: layout for name, layout in layouts.items() if layout.density < 1}
-        slower, speedups = _slower_weights(selection, sparse, speed)
+        slower, speedups = _slower_weights(weights, sparse, speed)
         slower = slower or _weights_that_slow_the_model(sparse, speedups, speed)
         if not slower:
-            full = {name: selection.excess(name) or "keeps all of its blocks" for name in layouts if name not in sparse}
-            return replace(plan, layouts=sparse, reasons=reasons | full)
+            full = {name: "keeps all of its blocks" for name in layouts if name not in sparse}
+            return sparse, reasons | full
         reasons |= slower
         names = [name for name in layouts if name not in slower]
-        layouts = selection.layouts(names) if names else {}
-    return replace(plan, layouts={}, reasons=reasons)
+        layouts = select(names) if select and names else {name: layouts[name] for name in names}
+    return {}, reasons
 
 
-def _slower_weights(selection: Selection, layouts: Layouts, speed: Speed) -> tuple[dict[str, str], dict[str, float]]:
+def _slower_weights(
+    weights: Mapping[str, Prunable], layouts: Layouts, speed: Speed
+) -> tuple[dict[str, str], dict[str, float]]:
     """Return why some weights are better left dense, and the speed-up of the module of each weight."""
     by_module: dict[nn.Module, list[str]] = {}
     for name in layouts:
-        by_module.setdefault(selection.weights[name].module, []).append(name)
+        by_module.setdefault(weights[name].module, []).append(name)
     reasons: dict[str, str] = {}
     speedups: dict[str, float] = {}
     for names in by_module.values():
         try:
-            speedup = speed.of_weights([(selection.weights[name], layouts[name]) for name in names])
+            speedup = speed.of_weights([(weights[name], layouts[name]) for name in names])
         except BlockSparseError as error:
             reasons |= dict.fromkeys(names, f"does not run block-sparse here: {error}")
             continue
@@ -94,8 +104,6 @@ def _slower_weights(selection: Selection, layouts: Layouts, speed: Speed) -> tup
             details = f"density {layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
             details += "; timings varied, is the machine busy?" if speed.is_busy else ""
             reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})"
-            if excess := selection.excess(name):
-                reasons[name] += f"; it {excess}"
     return reasons, speedups
 
 
