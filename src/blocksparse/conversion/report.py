@@ -97,8 +97,8 @@ class Report:
         return {**content, "rows": [asdict(row) for row in self.rows], "totals": self.totals}
 
     def table(self, width: int = 100) -> str:
-        """Return the report as text, `width` columns wide unless the numbers alone need more."""
-        head = ("weight", "shape", "density", "blocks", "numbers", "memory", "FLOPs", "speed-up")
+        """Return the report as text, `width` columns wide unless the figures alone need more."""
+        head = ("weight", "shape", "density", "blocks", "parameters", "memory", "FLOPs", "speed-up")
         body = [
             (
                 row.name,
@@ -114,9 +114,9 @@ class Report:
         ]
         foot = []
         for title, which in (("the model", ""), ("if it were dense", "dense_")):
-            numbers, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
+            parameters, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
             whole = "" if which else _ratio(self.speed_up)
-            foot.append((title, "", "", "", _count(numbers), _bytes(size), _count(work), whole))
+            foot.append((title, "", "", "", _count(parameters), _bytes(size), _count(work), whole))
         sizes = [max(map(len, column)) for column in zip(head, *body, *foot, strict=True)]
         right = sum(size + 2 for size in sizes[1:])
         sizes[0] = min(sizes[0], max(width - right, MIN_NAME_WIDTH))
