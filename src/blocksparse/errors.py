@@ -1,4 +1,4 @@
-"""The error and the warning of the library, and the pages of documentation that they name."""
+"""The error and the warning of the library, and the help pages that they name."""
 
 from enum import StrEnum
 from typing import Self
@@ -10,19 +10,19 @@ MAX_NAMED = 6
 
 
 class Page(StrEnum):
-    """A page of the documentation that messages name: its file in the repository, under which the site has it too.
+    """A page of Python's help that messages name, as the call that shows it.
 
-    >>> print(f"see {Page.INSTALL}")
-    see docs/start/install.md
+    >>> print(f"see {Page.SPARSIFY}")
+    see help(blocksparse.sparsify)
     """
 
-    INSTALL = "docs/start/install.md"
-    LAYOUTS = "docs/understand/layouts.md"
-    SPARSIFY = "docs/how_to/sparsify.md"
-    CALIBRATE = "docs/how_to/calibrate.md"
-    PRUNE = "docs/how_to/prune.md"
-    SPARSE_TRAINING = "docs/how_to/sparse_training.md"
-    TENSOR_PARALLEL = "docs/distributed/tensor_parallel.md"
+    BACKENDS = "help(blocksparse.backends)"
+    LAYOUTS = "help(blocksparse.BlockLayout)"
+    SPARSIFY = "help(blocksparse.sparsify)"
+    CALIBRATE = "help(blocksparse.sparsity.reconstruct)"
+    PRUNE = "help(blocksparse.sparsity.GradualPruning)"
+    SPARSE_TRAINING = "help(blocksparse.sparsity.RigL)"
+    TENSOR_PARALLEL = "help(blocksparse.distributed.parallelize_module)"
 
 
 class BlockSparseError(ValueError):
@@ -37,7 +37,7 @@ class BlockSparseError(ValueError):
 
     @classmethod
     def expected(cls, subject: str, expected: object, got: object, page: Page | None = None) -> Self:
-        """Return the error "subject: expected ..., got ...", with a page of the documentation that helps."""
+        """Return the error "subject: expected ..., got ...", with a page of Python's help."""
         return cls(f"{subject}: expected {expected}, got {got}" + (f"; see {page}" if page else ""))
 
 

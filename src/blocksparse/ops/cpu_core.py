@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..errors import BlockSparseError, Page
+from ..errors import BlockSparseError
 from . import workspace
 from .checks import described, row_stride
 
@@ -43,7 +43,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         return None, (
             f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
-            f"source tree (needs a C++17 compiler), or `make setup` for development; see {Page.INSTALL}"
+            "source tree (needs a C++17 compiler), or `make setup` for development"
         )
     # The core runs PyTorch's own parallel loop: one pool of threads serves both, sized by torch.set_num_threads.
     torch_cpu = _torch_cpu()

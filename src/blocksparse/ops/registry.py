@@ -136,7 +136,7 @@ class Op:
             "a dtype and a device that its backend serves",
             f"{dtype} on {device}: {refusal}. The plain PyTorch definition runs anywhere, slowly: "
             f'`with blocksparse.use_backend("reference"): ...`',
-            Page.INSTALL,
+            Page.BACKENDS,
         )
 
 
