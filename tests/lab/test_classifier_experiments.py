@@ -86,9 +86,9 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     assert cells(markdown, "epochs") == ["2", "3", "3"]
     assert cells(markdown, "density, %")[0] == "100"
     connections = [run.config["facts"]["connections"] for run in runs["set"]]
-    mean = cells(markdown, "weights, and multiply-adds of a row forward")[2].partition(" ± ")[0]
+    mean = cells(markdown, "weights (and multiply-adds per row, forward)")[2].partition(" ± ")[0]
     assert mean == f"{np.mean(connections):.0f}"
-    assert cells(markdown, "rows to test on") == 3 * ["20, a fifth of each class"]
+    assert cells(markdown, "test rows") == 3 * ["20, a fifth of each class"]
     weights = {name: of[0].config["facts"]["connections"] for name, of in runs.items()}
     assert weights["dense"] == 8 * 20 + 20 * 20 + 20 * 2 > weights["set"] == weights["fixed"]
     # Compute all figures again from the curves.
@@ -104,7 +104,7 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     against = [of[:, -1] - errors["set"][:, -1] for of in errors.values()]
     told = [f"{difference.mean():+.2f} ± {difference.std(ddof=1):.2f}" for difference in against]
     assert [
-        cell.partition(" (")[0].replace("-0.00", "+0.00") for cell in cells(markdown, "last test error, against set")
+        cell.partition(" (")[0].replace("-0.00", "+0.00") for cell in cells(markdown, "test error after the last epoch, against set")
     ] == [cell.replace("-0.00", "+0.00") for cell in told]
     for run in (run for of in runs.values() for run in of):
         seconds = np.diff([0, *(e["seconds"] for e in run.evaluations)])
@@ -157,7 +157,7 @@ def test_sparse_training_with_one_thing_changed(table, tmp_path):
         for title in (
             "slope of All-ReLU",
             "parameters after the last epoch",
-            "distance of its topology to the other seeds' (NNSTD)",
+            "distance of the layout to those of other seeds (NNSTD)",
         )
     )
     assert [name for name, slope in slopes.items() if slope == "0"] == ["set, ReLU"]

@@ -63,14 +63,14 @@ def test_from_nothing_to_the_report(tiny, tmp_path):
     assert "± " in table
     assert "features used" in table
     kept = cells(
-        table, "part of cells that keep half of the difference of two texts, 64 bytes after these are the same"
+        table, "fraction of cells that still differ by half, 64 bytes after two texts became equal"
     )
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in kept)
-    wrong = f"{next(iter(tiny.reviews))}, part of test texts taken wrongly, mean hidden state, standardized"
+    wrong = f"{next(iter(tiny.reviews))}, error of the probe, mean hidden state, standardized"
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in cells(table, wrong))
     assert all(
         0 <= float(cell.split()[0]) <= 1
-        for cell in cells(table, f"{next(iter(tiny.reviews))}, the same by words alone (TF-IDF)")
+        for cell in cells(table, f"{next(iter(tiny.reviews))}, error of words alone (TF-IDF)")
     )
     (tmp_path / "out" / "tiny.md").unlink()
     _, _, again = command(tmp_path, "--redraw")

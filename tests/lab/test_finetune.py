@@ -276,7 +276,7 @@ def test_the_experiment(tmp_path, beginnings):
         assert of.is_probed(trainer.run)
     paths = experiments.write("imdb-finetuned", of, runs, tmp_path)
     text = paths[1].read_text()
-    assert "| begins with what it learnt of unlabelled texts | yes | yes | yes | yes | no | no |" in text
+    assert "| pretrained on unlabelled texts | yes | yes | yes | yes | no | no |" in text
     assert "| hidden units | 24 | 48 | 24 | 48 | 24 | 48 |" in text
     assert f"| validation error, % |{' 0.00 ± 0.00 |' * 6}" in text
     assert f"| test error, % |{' 100.00 ± 0.00 |' * 6}" in text

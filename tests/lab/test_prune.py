@@ -274,7 +274,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert table["gradual"]["density"] == "0.250 ± 0.000"
     steps = {name: int(row["steps"]) for name, row in table.items()}
     assert steps == {name: steps["dense"] * times for name, times in zip(table, (1, 2, 2, 1), strict=True)}
-    assert {name: row["of them dense, %"] for name, row in table.items()} == {
+    assert {name: row["dense steps, %"] for name, row in table.items()} == {
         "dense": "100",
         "dense x2": "100",
         "gradual": "33",

@@ -59,9 +59,9 @@ class ClassifierExperiment(Experiment):
     against: str = "set"
 
     caption: ClassVar[str] = (
-        "Sparse nets begin as Erdos-Renyi graphs. Mean and standard deviation over the seeds; differences are run by "
-        "run with the same seed. The lowest error is chosen by the rows that it is measured on, and so flatters them "
-        "all. Seconds are those of training alone; of an epoch, the median over a run."
+        "Sparse networks begin as Erdos-Renyi graphs. Figures are means and standard deviations over the seeds; "
+        "differences compare runs of the same seed. The lowest error is chosen on the test set, which flatters every "
+        "network. Seconds count training only; for an epoch they are the median of a run."
     )
 
     def load(self, data_dir: DataDir) -> Table:
@@ -138,7 +138,7 @@ class ClassifierExperiment(Experiment):
         return [
             Column("topology", lambda run, _: TOPOLOGIES[run.task["model"]["method"]]),
             Column("neurons", "task.model.sizes"),
-            Column("weights, and multiply-adds of a row forward", "facts.connections"),
+            Column("weights (and multiply-adds per row, forward)", "facts.connections"),
             Column(
                 "density, %", lambda run, _: run.facts["density"], show=lambda of: f"{100 * statistics.fmean(of):.3g}"
             ),
@@ -146,39 +146,39 @@ class ClassifierExperiment(Experiment):
             Column("seed of the first layout", lambda run, _: run.task["model"].get("layout_seed")),
             Column("slope of All-ReLU", "task.model.alpha"),
             Column("dropout", "task.model.dropout"),
-            Column("weights drawn as", lambda _, of: of.init),
+            Column("initialization", lambda _, of: of.init),
             Column("optimizer", "settings.optimizer"),
             Column("learning rate", "settings.learning_rate"),
             Column("decay of the learning rate", "settings.decay"),
             Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
             Column("L1 of the first layer", lambda _, of: format_setting(of.l1) if of.l1 else None),
-            Column("rows of a batch", "task.batch"),
-            Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
-            Column("epochs between", "task.topology.evolve_every"),
+            Column("rows per batch", "task.batch"),
+            Column("fraction of weights replaced", lambda run, _: _replaced(run.task["topology"])),
+            Column("epochs between replacements", "task.topology.evolve_every"),
             Column("new weights", "task.topology.regrow"),
-            Column("rows to train on", "task.data.rows"),
-            Column("rows to test on", lambda run, _: f"{run.facts['tested']:,}, {self.tested_on}"),
+            Column("training rows", "task.data.rows"),
+            Column("test rows", lambda run, _: f"{run.facts['tested']:,}, {self.tested_on}"),
             Column("epochs", "facts.epochs"),
             SEEDS,
             Column(f"{error} after the last epoch, %", "facts.last", 2),
             *(Column(f"{error} after epoch {epochs:,}, %", "facts.early", 2) for epochs in self._early),
             Column(f"lowest {error} after any epoch, %", "facts.lowest", 2),
-            Column(f"last {error}, against {base}", "facts.last", 2, against=base),
+            Column(f"{error} after the last epoch, against {base}", "facts.last", 2, against=base),
             Column(f"lowest {error}, against {base}", "facts.lowest", 2, against=base),
             *(
-                [Column(f"last {error}, against {AS_PUBLISHED}", "facts.last", 2, against=AS_PUBLISHED)]
+                [Column(f"{error} after the last epoch, against {AS_PUBLISHED}", "facts.last", 2, against=AS_PUBLISHED)]
                 if AS_PUBLISHED in self.contenders
                 else []
             ),
             Column("parameters after the last epoch", "facts.left"),
             Column(
-                "distance of its topology to the other seeds' (NNSTD)",
+                "distance of the layout to those of other seeds (NNSTD)",
                 lambda run, _: None if self.choosing or "distance" not in run.facts else run.facts["distance"] or inf,
                 show=lambda values: "-" if inf in values else spread(values, 3),
             ),
             Column("seconds of training per epoch", "facts.seconds_per_epoch", 3),
-            Column("seconds of training in all", "seconds", 1),
+            Column("seconds of training, total", "seconds", 1),
         ]
 
 
@@ -187,11 +187,12 @@ class TextExperiment(ClassifierExperiment):
     """Nets on labelled texts, a name of `data.reviews`, as hashed words and pairs of words."""
 
     caption: ClassVar[str] = (
-        "Features are hashed words and pairs of words (TF-IDF). Sparse nets begin as Erdos-Renyi graphs, with about "
-        "one connection for each neuron on either side. Adam, whose rate falls to 0 in a line; rate and scale of the "
-        "features were chosen with nets of 165,000 neurons and those of the controls on the validation part, in an "
-        "epoch. Mean and standard deviation over the seeds; differences are run by run with the same seed. The lowest "
-        "error is chosen by the texts that it is measured on, and so flatters them all."
+        "Features are hashed words and pairs of words (TF-IDF). Sparse networks begin as Erdos-Renyi graphs, with "
+        "about one connection for each neuron on either side. The optimizer is Adam, whose learning rate decays "
+        "linearly to 0. Learning rates and the scale of the features were tuned on the validation set in one epoch, "
+        "the sparse ones with networks of 165,000 neurons. Figures are means and standard deviations over the seeds; "
+        "differences compare runs of the same seed. The lowest error is chosen on the test set, which flatters every "
+        "network."
     )
 
     def load(self, data_dir: DataDir) -> Any:
@@ -265,11 +266,11 @@ def _methods(
     # Prunes three times the least important fifth of a layer's remaining neurons.
     importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
     return ClassifierExperiment(
-        about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving "
-        "topology, by SET or RigL; SET whose new weights are drawn as the first ones, as published, with ReLU for "
-        "All-ReLU, with importance pruning, and with the elastic mutation of MEST; 2:4 sparse; and dense nets of as "
-        "many weights, narrow or of one hidden layer"
-        + ("; SET whose seeds all begin with one layout, of none of these seeds" if together else ""),
+        about=f"MLPs on {called}: dense, with a fixed sparse layout, and with a layout that SET or RigL changes. "
+        "Variants of SET give new weights random values as published (he), use ReLU in place of All-ReLU, prune by "
+        "importance, or mutate elastically as MEST does. 2:4 sparse MLPs, and dense ones with equal weights that are "
+        "narrow or have one hidden layer, are baselines"
+        + (". In one variant of SET all seeds begin with the same layout" if together else ""),
         data=data,
         minutes=MINUTES[data],
         longer={
@@ -314,8 +315,8 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
     penalized = {name: one for name, one in of.items() if name != "set, he"}
     penalized["set, no dropout"] = free
     return ClassifierExperiment(
-        about=f"Learning rates on {called}, by a validation part: SET, whose new weights begin at 0 or are drawn as "
-        "the first ones, as published, and dense nets of as many weights, narrow or of one hidden layer",
+        about=f"Learning rates on {called}, tuned on a validation set: for SET, whose new weights begin at 0 or at "
+        "random values as published, and for dense MLPs with equal weights that are narrow or have one hidden layer",
         data=data,
         minutes=MINUTES[data],
         contenders={
@@ -343,8 +344,8 @@ def _texts(data: str) -> TextExperiment:
         learning_rate=1e-3, decay="linear", optimizer="adam",
     )  # fmt: skip
     return TextExperiment(
-        about="A million neurons on the words of IMDB's reviews, sparse with an evolving topology or a fixed one; a "
-        "linear model and a narrow dense net of as many weights",
+        about="A million sparse neurons on the words of IMDB reviews, with an evolving or a fixed layout, against a "
+        "linear model and a narrow dense network with equal weights",
         data=data,
         minutes=25,
         contenders={

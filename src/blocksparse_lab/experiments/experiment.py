@@ -157,6 +157,10 @@ def format_setting(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+# What tables print in place of contenders' names, which committed reports and `--only` have.
+PLAIN_NAMES = {f"{method} x3, dense outlet": f"{method} x3, dense output layer" for method in ("fixed", "gradual")}
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a report, with its caption."""
@@ -250,7 +254,10 @@ class Experiment(ABC):
     def tables(self, of: Results) -> Iterator[Table]:
         """Yield the tables of the report."""
         columns = [(column.title, column.cells(self.contenders, of.runs, self.paired)) for column in self.columns]
-        table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
+        table = [
+            ["", *(PLAIN_NAMES.get(name, name) for name in of.runs)],
+            *([title, *cells] for title, cells in columns if cells),
+        ]
         caption = self.caption
         if self.in_rows and len(of.runs) > 1:
             same = [f"{title} {cells[0]}" for title, *cells in table[1:] if len(set(cells)) == 1 and cells[0] != "-"]

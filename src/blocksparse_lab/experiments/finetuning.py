@@ -45,9 +45,9 @@ class FineTuningExperiment(Experiment):
 
     curves: ClassVar[str] = "Validation error against epochs and seconds"
     caption: ClassVar[str] = (
-        "All weights are trained, the language model's too. The rate was chosen on the validation part, in short runs "
-        "of one seed; errors are those on the test part after the last epoch. Mean and standard deviation over the "
-        "seeds; differences are of runs of the same seed."
+        "All weights are trained, including the language model's. The learning rate was tuned on the validation set "
+        "in short runs of one seed. Errors are those of the test set after the last epoch, as means and standard "
+        "deviations over the seeds; differences compare runs of the same seed."
     )
 
     @property
@@ -99,18 +99,18 @@ class FineTuningExperiment(Experiment):
     def columns(self) -> Sequence[Column]:
         first = next(iter(self.contenders))
         return [
-            Column("begins with what it learnt of unlabelled texts", lambda run, of: "yes" if of.pretrained else "no"),
-            Column("bits per character of it, held out", "facts.bits", 3),
+            Column("pretrained on unlabelled texts", lambda run, of: "yes" if of.pretrained else "no"),
+            Column("bits per character of the language model, held out", "facts.bits", 3),
             Column("hidden units", "task.model.width"),
             Column("pattern of the recurrent weights", "task.model.pattern"),
             Column("parameters", "facts.parameters"),
             Column("learning rate", "settings.learning_rate"),
-            Column("texts of a step", "task.batch"),
-            Column("last bytes of a text that are read, at most", "task.data.longest"),
+            Column("texts per step", "task.batch"),
+            Column("bytes read of a text (its last), at most", "task.data.longest"),
             Column("epochs", "facts.epochs"),
             SEEDS,
             Column("validation error, %", "facts.validation error", 2),
-            Column("texts to test on", "facts.texts"),
+            Column("test texts", "facts.texts"),
             Column("test error, %", "facts.test error", 2),
             Column(f"test error, against {first}", "facts.test error", 2, first),
             Column("seconds of a core", "facts.cpu_seconds", 0),
@@ -127,7 +127,7 @@ def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
     # All models were still learning. Four dense epochs take about the time of two small-world epochs.
     longer = replace(recipe, epochs=4)
     return FineTuningExperiment(
-        about=f"The language models of {begins}, fine-tuned on {data} end to end, and the same ones from scratch",
+        about=f"The language models of {begins}, fine-tuned on {data} end to end or trained from scratch",
         begins=begins,
         data=data,
         minutes=minutes,

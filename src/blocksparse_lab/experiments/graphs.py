@@ -28,11 +28,10 @@ class DiffusionExperiment(Experiment):
     graph: str | None
 
     caption: ClassVar[str] = (
-        f"Nodes in random thirds, another draw for each seed: to train on, to choose with, and to test on. Adagrad "
-        f"with learning rate {DCNNSettings.learning_rate:g} in batches of {DCNNSettings.batch}; the accuracy is that "
-        "after the last epoch. P = A / (degree + 1), column by column; what is left out goes before P is "
-        "multiplied with itself. Mean and standard deviation over the seeds; the difference is run by run with the same"
-        " seed."
+        f"Each seed splits the nodes at random into thirds for training, validation and test. The optimizer is "
+        f"Adagrad with learning rate {DCNNSettings.learning_rate:g} and batches of {DCNNSettings.batch}; accuracy is "
+        "that after the last epoch. Each column of P is A / (degree + 1); transitions are removed before P is "
+        "squared. Figures are means and standard deviations over the seeds; differences compare runs of the same seed."
     )
 
     def load(self, data_dir: DataDir) -> planetoid.Graph:
@@ -51,7 +50,7 @@ class DiffusionExperiment(Experiment):
     def columns(self) -> Sequence[Column]:
         first = next(iter(self.contenders))
         return [
-            Column("transitions left out, up to", lambda _, of: "at random" if of.at_random else f"{of.threshold:g}"),
+            Column("transitions removed, up to", lambda _, of: "at random" if of.at_random else f"{of.threshold:g}"),
             Column("entries of P^1", lambda run, _: run.facts["nnz"][0]),
             Column("entries of P^2", lambda run, _: run.facts["nnz"][1]),
             Column(
@@ -61,9 +60,9 @@ class DiffusionExperiment(Experiment):
                 compared=lambda entries, whole: whole / entries,
                 show=lambda values: f"{values[0]:.2f}x",
             ),
-            Column("kB of all powers", lambda run, _: round(run.facts["bytes"] / 1e3)),
+            Column("kB of P and P^2", lambda run, _: round(run.facts["bytes"] / 1e3)),
             Column("nodes", "facts.nodes"),
-            Column("nodes to test on", "facts.tested"),
+            Column("test nodes", "facts.tested"),
             Column("epochs", "facts.epochs"),
             SEEDS,
             Column("accuracy, %", "facts.accuracy", 2),

@@ -29,7 +29,7 @@ SETTINGS = CharLMSettings(steps=3500, batch=32, seq=64, evaluated=300_000)
 
 PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"
 
-READ = Column("held-out bytes that are read", "task.evaluated")
+READ = Column("held-out bytes", "task.evaluated")
 
 # States that are probed besides the protocol's last cell state, standardised.
 OTHER_STATES = {
@@ -86,9 +86,9 @@ class LanguageExperiment(CorpusExperiment):
     paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against steps and seconds"
     caption: ClassVar[str] = (
-        "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
-        "decay after the warm-up. Bits per character of one text do not compare with those of another, nor with "
-        "published figures for enwik8."
+        "Figures are means and standard deviations over the seeds. All models read the text once, in the same order, "
+        "with Adam whose learning rate decays linearly after the warm-up. Bits per character do not compare between "
+        "texts, nor with published figures for enwik8."
     )
 
     def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
@@ -153,7 +153,7 @@ class LanguageExperiment(CorpusExperiment):
             Column("hidden units", "task.model.width"),
             Column("pattern", lambda run, _: _pattern(run.task["model"])),
             Column(
-                "steps from a block of units to another, mean",
+                "mean path between two blocks of units, steps",
                 lambda run, _: _path_length(run.task["model"]),
                 show=lambda values: "not connected" if inf in values else spread(values, 2),
             ),
@@ -162,14 +162,14 @@ class LanguageExperiment(CorpusExperiment):
             Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
-            Column("steps of warm-up", "settings.warmup"),
-            Column("gradients clipped at", "settings.clip"),
-            Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
+            Column("warm-up steps", "settings.warmup"),
+            Column("gradient clipping", "settings.clip"),
+            Column("bytes per step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
             READ,
             Column("bits per character, held out", "facts.held_out"),
             *(
-                Column(f"the same, against {name}", "facts.held_out", 4, name)
+                Column(f"bits per character, against {name}", "facts.held_out", 4, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
             ),
             Column("bits per character of the median stream", "facts.median_stream", 4),
@@ -179,11 +179,11 @@ class LanguageExperiment(CorpusExperiment):
                 for column in _probed(data, limit, next(iter(self.contenders)))
             ),
             Column(
-                f"part of cells that keep half of the difference of two texts, {AFTER} bytes after these are the same",
+                f"fraction of cells that still differ by half, {AFTER} bytes after two texts became equal",
                 "facts.kept",
                 3,
             ),
-            Column("part of cell states that tanh takes to within half a percent of 1", "facts.saturated", 3),
+            Column("fraction of cell states where tanh is saturated (0.995 or more)", "facts.saturated", 3),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
 
@@ -195,11 +195,11 @@ def _probes(data: str) -> dict[str, tuple[str, bool]]:
 
 def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
     """Yield the columns of a probe, compared with the first contender."""
-    some = "" if limit is None else f" of {limit:,}"
-    wrong = f"part of test texts{some} taken wrongly"
+    some = "" if limit is None else f" on {limit:,} texts"
+    wrong = f"error of the probe{some}"
     columns = [
         (f"{data}, {wrong}", data, "test error", None),
-        (f"{data}, the same, against {first}", data, "test error", first),
+        (f"{data}, {wrong}, against {first}", data, "test error", first),
         (f"{data}, features used", data, "used", None),
     ]
     for of, what in OTHER_STATES.items():
@@ -218,7 +218,7 @@ def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
         words = run.facts["probes"].get(data, {}).get("tf-idf baseline")
         return None if words is None else 1 - words["test"]
 
-    yield Column(f"{data}, the same by words alone (TF-IDF)", of_words)
+    yield Column(f"{data}, error of words alone (TF-IDF)", of_words)
 
 
 def _named(data: str, of: str) -> str:
@@ -325,8 +325,8 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
     width = 1120 if stride > 1 else 1024  # the parameters of the dense model
     wide = replace(dense, width=width, pattern="barabasi_albert", m=2, layouts="separate", stride=stride)
     return LanguageExperiment(
-        about=f"The deep-transition LSTM of 2017 with five internal steps, dense or block-sparse and {width / 424:.1f} "
-        f"times as wide, with a small world of its own for each step, on {text}"
+        about=f"The deep-transition LSTM of 2017 with five internal steps on {text}: dense, or block-sparse and "
+        f"{width / 424:.1f} times as wide, with a different small-world graph for each step"
         + (", weight norm, and strided inputs and output layer of the wide one" if stride > 1 else ""),
         text=text,
         # In runs of 500 steps, the wide model needs 2.42, 2.39 and 2.40 bits at 0.003, 0.006 and 0.012 on text read

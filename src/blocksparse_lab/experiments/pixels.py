@@ -34,10 +34,10 @@ class PixelExperiment(Experiment):
 
     curves: ClassVar[str] = "Bits per dimension against steps and seconds"
     caption: ClassVar[str] = (
-        "The same images for all, in the same order; evaluated with the running mean of the weights, on the first test "
-        "images. Its decay is at most (1 + t) / (10 + t) at step t. Adam, with a linear decay after the warm-up. Mean "
-        "and standard deviation over the seeds. The published figures on CIFAR-10, 2.92 dense and 2.90 block-sparse, "
-        "are of 160 filters and far longer training."
+        "All networks see the same images in the same order and are tested on the first test images, with the running "
+        "mean of their weights (decay at most (1 + t) / (10 + t) at step t). The optimizer is Adam with a linear decay "
+        "after the warm-up. Figures are means and standard deviations over the seeds. The published figures on "
+        "CIFAR-10, 2.92 dense and 2.90 block-sparse, are for 160 filters and far longer training."
     )
 
     def load(self, data_dir: DataDir) -> images.Images:
@@ -56,10 +56,10 @@ class PixelExperiment(Experiment):
             Column("parameters", "facts.parameters"),
             Column("dropout", "task.model.dropout"),
             Column("learning rate", "settings.learning_rate"),
-            Column("steps of warm-up", "settings.warmup"),
+            Column("warm-up steps", "settings.warmup"),
             Column("running mean of the weights", "settings.ema"),
-            Column("images of a step", "task.batch"),
-            Column("images to test on", "facts.tested"),
+            Column("images per step", "task.batch"),
+            Column("test images", "facts.tested"),
             SEEDS,
             *(
                 Column(f"bits per dimension after {step:,} steps", partial(_at, step=step), 3)

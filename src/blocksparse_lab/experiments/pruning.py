@@ -72,12 +72,11 @@ class PruningExperiment(Experiment):
     skip: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
     caption: ClassVar[str] = (
-        "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
-        "is left, truly sparse; fixed has blocks at random from the first step on. Density is of the weights that may "
-        "become sparse, with the numbers of their stored blocks. How dense threshold comes out depends on its "
-        "strength; group lasso and l0 leave no more than a density that they are given, where they are given one. "
-        "Differences are of runs of the same seed. Inference: in turn, in one process, medians, float32; - where a "
-        "model was not measured together with the dense one."
+        "Each pruned network chooses its blocks in its first steps, with dense weights, and then trains them as a "
+        "sparse network; fixed has random blocks from the first step. Density counts the weights that may become "
+        "sparse. The density that threshold reaches depends on its strength; group lasso and l0 may have an upper "
+        "limit. Differences compare runs of the same seed. Inference is in float32, as medians of calls that take "
+        "turns in one process; '-' was not timed together with the dense network."
     )
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
@@ -227,9 +226,9 @@ class PruningExperiment(Experiment):
             Column("density", lambda run, _: float(run.facts["sparse"]["density"]), 3),
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
-            Column("of them dense, %", lambda _, of: f"{100 * of.search:.0f}"),
+            Column("dense steps, %", lambda _, of: f"{100 * of.search:.0f}"),
             *([Column("inputs used", _inputs_used, 0)] if inputs else ()),
-            Column("numbers stored", lambda run, _: float(run.facts["sparse"]["numbers"]), 0),
+            Column("stored parameters", lambda run, _: float(run.facts["sparse"]["numbers"]), 0),
             Column(self.figure, quality, 3),
             *self.tested,
             *(
@@ -250,7 +249,7 @@ class PruningExperiment(Experiment):
         if dense and dense.facts["sparse"].get("pruned"):
             first = self.shown(dense.facts["sparse"]["held_out"])
             yield Table(
-                "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
+                "The dense network pruned in one shot after its training (criterion `lamp`), without further training:",
                 ("density", self.figure, f"against dense, {self.unit}", "times as fast as dense"),
                 [
                     (

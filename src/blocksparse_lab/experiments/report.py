@@ -115,12 +115,12 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     for table in experiment.tables(of):
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
     if any("(p " in part for part in parts):
-        test = "by a t-test, of pairs of runs of the same seed" if experiment.paired else "by Welch's t-test"
-        parts.append(f"p: the probability that chance alone makes a difference as large, {test}.")
+        test = "by a t-test of runs paired by seed" if experiment.paired else "by Welch's t-test"
+        parts.append(f"p is the probability that chance makes a difference this large, {test}.")
     if any(UNPAIRED in part for part in parts):
         parts.append(
-            f"({UNPAIRED}): of runs on a machine with another instruction set, where the same seed gives another run; "
-            "p by Welch's t-test."
+            f"({UNPAIRED}): the runs come from machines with other instruction sets, where equal seeds give different "
+            "runs; p is by Welch's t-test."
         )
     more, shown = commits(by_contender), experiment.curves
     if len({machine["isa"] for machine in machines}) > 1:  # times on different instruction sets do not compare

@@ -33,9 +33,9 @@ class ResNetExperiment(Experiment):
     data: str
 
     caption: ClassVar[str] = (
-        "Accuracy is that on all test images. AdamW; the images to train on are cropped with a margin of "
-        f"{resnet.MARGIN} and mirrored at random. Mean and standard deviation over the seeds; the difference is run by "
-        "run with the same seed."
+        "Accuracy is that on all test images. The optimizer is AdamW; training images are cropped at random with a "
+        f"margin of {resnet.MARGIN} and mirrored. Figures are means and standard deviations over the seeds; "
+        "differences compare runs of the same seed."
     )
 
     def load(self, data_dir: DataDir) -> images.Images:
@@ -62,10 +62,10 @@ class ResNetExperiment(Experiment):
             Column("multiply-adds per image", "facts.multiply_adds_per_image"),
             Column("learning rate", "settings.learning_rate"),
             Column("weight decay", "settings.weight_decay"),
-            Column("images of a batch", "task.batch"),
+            Column("images per batch", "task.batch"),
             Column("epochs", "facts.epochs"),
             SEEDS,
-            Column("images to test on", "facts.tested"),
+            Column("test images", "facts.tested"),
             Column("test accuracy, %", "facts.accuracy", 2),
             Column(f"test accuracy, against {first}", "facts.accuracy", 2, against=first),
             *self.further,
@@ -89,10 +89,10 @@ class ShiftExperiment(ResNetExperiment):
     shifted: int = 64
 
     caption: ClassVar[str] = (
-        "Consistency: the probability that two circular shifts of an image, each drawn on its own of all shifts, are "
-        "put in the same class; computed over all pairs, on the first test images. Accuracy is that on all test "
-        f"images, as they are. AdamW; the images to train on are cropped with a margin of {resnet.MARGIN} and mirrored "
-        "at random. Mean and standard deviation over the seeds; the difference is run by run with the same seed."
+        "Consistency is the probability that two random circular shifts of an image get the same class, computed over "
+        "all pairs on the first test images. Accuracy is that on all test images, unshifted. The optimizer is AdamW; "
+        f"training images are cropped at random with a margin of {resnet.MARGIN} and mirrored. Figures are means and "
+        "standard deviations over the seeds; differences compare runs of the same seed."
     )
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:

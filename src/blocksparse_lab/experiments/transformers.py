@@ -50,8 +50,9 @@ class TransformerExperiment(CorpusExperiment):
     paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against steps and seconds"
     caption: ClassVar[str] = (
-        "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
-        "decay after the warm-up. Held-out bytes are predicted from half a window before them or more."
+        "Figures are means and standard deviations over the seeds. All models read the text once, in the same order, "
+        "with Adam whose learning rate decays linearly after the warm-up. Held-out bytes are predicted from half a "
+        "window of text or more."
     )
 
     def trainer(self, contender: str, seed: int, run: Path, data: Text) -> Trainer:
@@ -92,14 +93,14 @@ class TransformerExperiment(CorpusExperiment):
             Column("density of the layers' weights", lambda run, _: f"{run.facts['density']:.3g}"),
             Column("parameters", "facts.parameters"),
             Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
-            Column("the same while trained, mean", lambda _, of: _while_trained(of)),
+            Column("multiply-adds per byte during training, mean", lambda _, of: _while_trained(of)),
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
-            Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
+            Column("bytes per step", lambda run, _: run.config["bytes_per_step"]),
             READ,
             SEEDS,
             Column("bits per character, held out", "facts.held_out", 3),
-            Column("the same, against dense", "facts.held_out", 4, "dense"),
+            Column("bits per character, against dense", "facts.held_out", 4, "dense"),
             Column("bytes/s of training", "facts.bytes_per_second"),
         ]
 
@@ -126,7 +127,7 @@ def _small(text: str) -> TransformerExperiment:
     rate = 0.002
     gradual = Pruning("gradual", wide.density, search=0.5, skip=("outlet",))
     return TransformerExperiment(
-        about=f"A transformer of 0.9 million multiply-adds a byte, dense or block-sparse and twice as wide, on {text}",
+        about=f"A transformer of 0.9 million multiply-adds per byte, dense or twice as wide and sparse, on {text}",
         text=text,
         contenders={
             "dense": TransformerContender(dense, rate),
