@@ -103,9 +103,10 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
         assert cells(markdown, title) == [f"{v.mean():.2f} ± {v.std(ddof=1):.2f}" for v in values], title
     against = [of[:, -1] - errors["set"][:, -1] for of in errors.values()]
     told = [f"{difference.mean():+.2f} ± {difference.std(ddof=1):.2f}" for difference in against]
-    assert [
-        cell.partition(" (")[0].replace("-0.00", "+0.00") for cell in cells(markdown, "test error after the last epoch, against set")
-    ] == [cell.replace("-0.00", "+0.00") for cell in told]
+    differences = cells(markdown, "test error after the last epoch, against set")
+    assert [cell.partition(" (")[0].replace("-0.00", "+0.00") for cell in differences] == [
+        cell.replace("-0.00", "+0.00") for cell in told
+    ]
     for run in (run for of in runs.values() for run in of):
         seconds = np.diff([0, *(e["seconds"] for e in run.evaluations)])
         rounding = 1e-4 * run.seconds  # a report keeps five digits of the curve's times
