@@ -24,8 +24,7 @@ class Methods:
     """The methods of a training; each steps after each optimizer update from `begin` to `finish`.
 
     Args:
-        sources: methods, or functions that take the model and the optimizer and return a method.
-        finish: whether pruning methods replace weights by block-sparse ones when training is over.
+        sources, finish: the arguments `methods` and `finish` of a callback.
     """
 
     def __init__(self, sources: tuple[TrainingMethod | Maker, ...], finish: bool):

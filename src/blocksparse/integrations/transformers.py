@@ -23,13 +23,7 @@ class SparsityCallback(TrainerCallback):
     is loaded, too. If a method has a penalty, its gradient is added after gradients are clipped.
 
     Args:
-        methods: functions that take the model and its optimizer and return a method when training begins, or methods
-            made earlier. L0Gates, MovementPruning and SRSTE change the names of parameters, so they must be made
-            earlier, without an optimizer. With functions, a callback can serve several runs: it makes methods for each
-            new model, and the methods of the same model continue.
-        finish: whether pruning methods make the weights block-sparse at the end of training (default True). If training
-            ends before their schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to
-            finish it. With False, another run can continue.
+        methods, finish: see `blocksparse.integrations.lightning.SparsityCallback`.
 
     Raises:
         BlockSparseError: methods (not functions) for a second model, or other arguments.

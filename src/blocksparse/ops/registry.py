@@ -118,6 +118,10 @@ class Op:
         self.backends = {module.__name__.rpartition(".")[2]: module for module in backends}
         self._fallback = fallback
 
+    def backend_of(self, tensor: Tensor) -> Any:
+        """Return the backend of the tensor's device, in a microsecond's fraction; it may refuse to serve a call."""
+        return self.backends["cpu" if tensor.is_cpu else "triton"]
+
     def on(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the backend for tensors of this device and dtype."""
         forced = [*_forced.values()] if _forced else None  # a copy, because other threads change the dict

@@ -167,6 +167,7 @@ def spread_lines(
     Args:
         lines: the row of each block that may move.
         used: the rows that should have a block, ascending.
+        rng: decides which blocks move, and where.
         taken: the rows of blocks that do not move.
     """
     taken = lines[:0] if taken is None else taken

@@ -86,9 +86,9 @@ def dense_norms(blocks: Blocks, dense: Tensor, norm: str = "l2") -> Tensor:
     return reduce_blocks(blocks, dense, lambda folded: norms_over(folded.detach(), norm, blocks.inside))
 
 
-def stored_norms(stored: WeightHandle, norm: str = "l2") -> np.ndarray:
+def stored_norms(weight: WeightHandle, norm: str = "l2") -> np.ndarray:
     """Return the norms of all stored blocks of a weight, `[nnz]`, the same on each process that stores it."""
-    return stored.gather(block_norms(stored.local, norm)).cpu().numpy()
+    return weight.gather(block_norms(weight.local, norm)).cpu().numpy()
 
 
 def normalize_by_size(norms: Norms, blocks: Blocks, norm: str) -> Norms:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from ..activations import ACTIVATIONS
 from ..block_gate import apply_gate
 from ..checks import autocast, check_activation, check_kinds, check_same
 from ..registry import can_bypass_dispatcher, needs_grad
-from . import cpu, triton
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
 
@@ -120,8 +117,7 @@ def _product(
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
     if direct and not torch.is_grad_enabled():
-        backend: Any = cpu if x.is_cpu else triton
-        y: Tensor | None = backend.linear_fast(x, values, bias, layout, transpose, activation)
+        y: Tensor | None = LINEAR.backend_of(x).linear_fast(x, values, bias, layout, transpose, activation)
         if y is not None:
             return y
     fused = activation

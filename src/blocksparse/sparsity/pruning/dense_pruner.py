@@ -43,7 +43,7 @@ class DensePruner(TrainingMethod):
     """
 
     end: int | None = None
-    """The call of `step` after which `finish` may be called; None for any."""
+    """The last call of `step` that may prune, after which `finish` may be called; None for no such call."""
     takes_shards = False
     """Whether the method supports weights that FSDP2 has sharded."""
     remedy = "a higher density"

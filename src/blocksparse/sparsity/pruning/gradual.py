@@ -14,7 +14,7 @@ from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..lines import lines_of
-from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms, top_blocks
+from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms
 from ..sparse_training.dynamic_sparsity import DynamicSparsity, Modules
 from .dense_pruner import MaskedPruner
 from .schedule import CubicSchedule
@@ -39,17 +39,9 @@ class _MagnitudeSelection:
 
     def _select(self, norms: Mapping[str, Tensor], weights: Mapping[str, Blocks | WeightHandle]) -> dict[str, Tensor]:
         """Mark the blocks to keep now, by weight; norms of -inf are those of blocks that were removed before."""
-        if not norms:
-            return {}
-        return top_blocks(
-            {name: normalize_by_size(each, self.blocks[name], self.norm) for name, each in norms.items()},
-            self.blocks,
-            self.schedule(self.calls),
-            self.scope,
-            seed=self.seed,
-            lines={name: lines_of(weights[name]) for name in norms} if self.keep_lines else None,
-            final_density=self.schedule.density,
-        )
+        scores = {name: normalize_by_size(each, self.blocks[name], self.norm) for name, each in norms.items()}
+        lines = {name: lines_of(weights[name]) for name in norms} if self.keep_lines else None
+        return self.schedule.select(self.calls, scores, self.blocks, self.scope, self.seed, lines)
 
 
 class GradualPruning(_MagnitudeSelection, MaskedPruner):
@@ -62,7 +54,8 @@ class GradualPruning(_MagnitudeSelection, MaskedPruner):
         model, optimizer, block_size, skip: see `DensePruner`.
         density: fraction of all these weights to keep at the end, 0.1 by default.
         begin: first call of `step` that prunes, 0 by default.
-        end: call that reaches `density`.
+        end: last call that prunes, which reaches `density`. (For `SET` and `RigL`, `end` is the first call that changes
+            nothing.)
         every: calls from one pruning to the next, 100 by default.
         norm: norm of a block: "l2" (default), normalized by the block's size; "mean" (of |w|); or "max".
         scope: "global" (default): the blocks of all weights compete, and each weight keeps at least one. "layer": each
@@ -166,8 +159,8 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         self.keep_lines = keep_lines
         self.blocks = {}
         for name, module in self.modules.items():
-            stored = handle_of(module)
-            self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
+            weight = handle_of(module)
+            self.blocks[name] = Blocks((*weight.layout.shape, *weight.local.shape[3:]), weight.layout.block_shape)
         trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
         self._configure(CubicSchedule(density, begin, end, every), norm, scope, trained)
 

@@ -12,7 +12,7 @@ from ...checked import integer
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..lines import lines_of
-from ..selection import check_density, top_blocks
+from ..selection import check_density
 from .learned_gates import BlockGate, GatedPruner
 from .schedule import CubicSchedule
 
@@ -117,17 +117,7 @@ class MovementPruning(GatedPruner):
         due = self.schedule.due(min(self.calls, self.schedule.end))
         if due:
             scores = {name: self.gates[name].scores for name in self._trained()}
-            if not scores:
-                return due
-            masks = top_blocks(
-                scores,
-                self.blocks,
-                self.schedule(self.calls),
-                self.scope,
-                seed=self.seed,
-                lines=self._lines,
-                final_density=self.schedule.density,
-            )
+            masks = self.schedule.select(self.calls, scores, self.blocks, self.scope, self.seed, self._lines)
             for name, keep in masks.items():
                 self.gates[name].keep = keep
         return due

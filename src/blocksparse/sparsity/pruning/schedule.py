@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ...checked import integer, number
+from ...surgery.blocks import Blocks
+from ..lines import Lines
+from ..selection import top_blocks
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,20 @@ class CubicSchedule:
         """Return the density at step t."""
         remaining = min(max((self.end - t) / (self.end - self.begin), 0.0), 1.0)
         return self.density + (1 - self.density) * remaining**3
+
+    def select(
+        self,
+        t: int,
+        scores: Mapping[str, Tensor],
+        blocks: Mapping[str, Blocks],
+        scope: str,
+        seed: int,
+        lines: Mapping[str, Lines] | None,
+    ) -> dict[str, Tensor]:
+        """Mark the blocks that weights keep at step t; see `top_blocks` for the arguments."""
+        if not scores:
+            return {}
+        return top_blocks(scores, blocks, self(t), scope, seed=seed, lines=lines, final_density=self.density)
 
     def due(self, t: int) -> bool:
         """Return whether to prune at step t."""

@@ -52,7 +52,8 @@ class ThresholdPruning(MaskedPruner):
             90th percentile of |w| of a trained dense model: `percentiles(dense_model)`.
         begin: first call of `step` that may prune. The paper begins in the second epoch.
         ramp: call from which on the threshold rises faster; in the paper after 20 % of training.
-        end: last call that prunes; in the paper after 40 % of training.
+        end: last call that may prune; in the paper after 40 % of training. (For `SET` and `RigL`, `end` is the first
+            call that changes nothing.)
         every: calls from one pruning to the next, 100 by default.
         seed: seed of the choice among equal blocks that `keep_lines` makes, 0 by default.
         keep_lines: whether each row and each column of blocks keeps its largest block, so that no neuron loses all of

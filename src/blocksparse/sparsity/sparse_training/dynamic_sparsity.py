@@ -46,7 +46,7 @@ class DynamicSparsity(TrainingMethod):
 
     begin = 0
     end: int | None = None
-    """The first call of `step` that changes nothing; None for no end."""
+    """The first call of `step` that changes nothing; None for no such call."""
     keep_lines: bool
 
     def __init__(
@@ -66,16 +66,16 @@ class DynamicSparsity(TrainingMethod):
         self._roots = [modules] if isinstance(modules, nn.Module) else modules
         self._reshard()
         for name, module in self.modules.items():
-            stored = handle_of(module)
-            if not stored.parameter.requires_grad:
+            weight = handle_of(module)
+            if not weight.parameter.requires_grad:
                 self._refuse_frozen_layer(name, module)
             else:
-                check_optimizer(optimizer, stored.parameter, f"{name}.values" if name else "values")
-            if stored.layout.nnz == 0:
-                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(stored.layout))
-            if stored.parameter in parameters:
+                check_optimizer(optimizer, weight.parameter, f"{name}.values" if name else "values")
+            if weight.layout.nnz == 0:
+                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(weight.layout))
+            if weight.parameter in parameters:
                 raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
-            parameters.add(stored.parameter)
+            parameters.add(weight.parameter)
         if any(isinstance(root, DistributedDataParallel) for root in self._roots):
             refuse_tensor_parallel_in_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change

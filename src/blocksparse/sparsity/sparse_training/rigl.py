@@ -44,7 +44,8 @@ class RigL(DynamicSparsity):
         modules: a model or a list of modules, with linear layers and convolutions (also transposed). Skip recurrent
             weights, or use `SET` for them.
         optimizer, skip, on_layout_change: see `SET`.
-        end: iteration from which on layouts stay; in the paper after 3/4 of training.
+        end: first call that changes nothing; in the paper after 3/4 of training. (For pruning methods, `end` is the
+            last call that may prune.)
         every: iterations from one change to the next, 100 by default.
         alpha: initial fraction, 0 to 1; 0.3 by default.
         norm: norm of a block of weights or gradients: "l2" (default), "mean" (of |w|) or "max".

@@ -34,7 +34,7 @@ class SET(DynamicSparsity):
             output layer.
         every: calls of `step` from one change to the next, 1 by default.
         end: first call that changes nothing; None (default) for no end. With the number of epochs, no change follows
-            the last epoch, as in the papers.
+            the last epoch, as in the papers. (For pruning methods, `end` is the last call that may prune.)
         init: initial values of new blocks: "he" (default), uniform within sqrt(6 / n_in), as in the papers; "xavier";
             "zeros"; or a function of (module, shape, torch.Generator) that returns all new blocks of the weight as a
             CPU tensor, on each process that stores the weight. The named ones draw a few blocks at a time.
