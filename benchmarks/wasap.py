@@ -127,7 +127,7 @@ def work(seed: int, synchronous: bool, rate: float, options: Options) -> None:
         if int(os.environ["RANK"]) == 0:
             print(json.dumps(content), flush=True)
 
-    recipe, table = mlp.recipe_for("fashion_mnist"), tables.load("fashion_mnist", options.data_dir)
+    recipe, table = mlp.settings_for("fashion_mnist"), tables.load("fashion_mnist", options.data_dir)
     some = slice(options.rows)
     model = mlp.network(replace(recipe, seed=seed), table)
     net = mlp.size_of(model)

@@ -243,7 +243,7 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
         assert replace(dense, hidden=recipe.hidden) == replace(recipe, method="dense", **own.get(chosen.data, {}))
     assert name != "sparse-madelon" or density(recipe.epsilon + 1) > 0.05
     assert recipe == replace(chosen.contenders["fixed"], method="set")
-    assert recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
+    assert recipe == replace(mlp.settings_for(chosen.data), epochs=recipe.epochs)
     dense = chosen.contenders["dense"]
     own = {"epochs", "learning_rate", "init", "method"} if name == "sparse-cifar10" else {"method"}
     assert {key for key, value in asdict(dense).items() if value != getattr(recipe, key)} == own

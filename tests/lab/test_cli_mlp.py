@@ -56,7 +56,7 @@ def train(points, out, *more, code=0):
     ],
 )
 def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
-    recipe = mlp.recipe_for(name)
+    recipe = mlp.settings_for(name)
     assert (recipe.epsilon, recipe.alpha, recipe.zeta, recipe.dropout) == (epsilon, alpha, 0.3, 0.3)
     data = Synthetic(features, rows=300, tested=3, classes=tuple("abcdefghij"[:classes]))
     nets = {method: mlp.network(replace(recipe, method=method), data) for method in ("set", "fixed", "rigl")}

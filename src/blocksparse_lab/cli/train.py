@@ -170,22 +170,22 @@ def mlp(
         raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
     mlp_recipe.check_used(given, method)
     if neurons is not None:
-        recipe = mlp_recipe.extreme(parse_count(neurons, "neurons"))
+        settings = mlp_recipe.extreme(parse_count(neurons, "neurons"))
         table: mlp_recipe.Data = mlp_recipe.extreme_data(rows, max(1, rows // 4))
     else:
         table = tables.load(str(data), data_dir)
-        recipe = mlp_recipe.recipe_for(str(data), table.rows)
-    recipe = replace(recipe, **given, shard=parallel.shard)
-    trainer = mlp_recipe.trainer(recipe, table, out)
+        settings = mlp_recipe.settings_for(str(data), table.rows)
+    settings = replace(settings, **given, shard=parallel.shard)
+    trainer = mlp_recipe.trainer(settings, table, out)
     facts, sizes = trainer.facts, trainer.task.about()["model"]["sizes"]
     show(
         console(),
         trainer,
-        f"[bold]{method}, {'-'.join(f'{size:,}' for size in sizes)}[/], All-ReLU {recipe.alpha:g}",
+        f"[bold]{method}, {'-'.join(f'{size:,}' for size in sizes)}[/], All-ReLU {settings.alpha:g}",
         f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
         f"{facts['stored_bytes'] / 1e6:,.1f} MB",
         f"{escape(table.name)}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
-        f"{plural(recipe.epochs, 'epoch')} of {trainer.task.steps_per_epoch:,} steps of {recipe.batch:,} rows",
+        f"{plural(settings.epochs, 'epoch')} of {trainer.task.steps_per_epoch:,} steps of {settings.batch:,} rows",
     )
 
 

@@ -21,7 +21,12 @@ PIXELS = 3 * 32 * 32
 
 
 def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pixels, uint8 `[n, 3072]`, red first, and labels, int64 `[n]`, to train on, then those to test on."""
+    """Return pixels, uint8 `[n, 3072]`, red first, and labels, int64 `[n]`, to train on, then those to test on.
+
+    Args:
+        data_dir: folder with the files; by default they are downloaded.
+        progress: called during a download with bytes so far and in all.
+    """
     places = f"{FOLDER}/data_batch_1", "data_batch_1"
     folder = located("cifar10", places, data_dir, URL, HASH, progress).parent
     batches = [read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]

@@ -56,6 +56,9 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
         name: "enwik8", "text8", "tinyshakespeare", "imdb" (the unlabelled reviews, encoded as in the sentiment
             protocol), "python" (Python's help topics, without download), "wikipedia" and "enwik8_prefix" (only from
             `data_dir`), or any file in `data_dir`.
+        data_dir: folder with the files; by default they are downloaded.
+        progress: called during a download with bytes so far and in all.
+
     >>> from blocksparse_lab.data import corpora
     >>> corpora.load("python")[:22]
     b'The "assert" statement'

@@ -72,6 +72,9 @@ def load(name: str, data_dir: str | Path | None = None, progress: download.Progr
 
     Args:
         name: "cifar10", 60,000 colour images of 32 x 32, or "fashion_mnist", 70,000 grey ones of 28 x 28.
+        data_dir: folder with the files; by default they are downloaded.
+        progress: called during a download with bytes so far and in all.
+
     Source: Krizhevsky, Learning multiple layers of features from tiny images (2009); Xiao, Rasul, Vollgraf,
     Fashion-MNIST (2017).
     """

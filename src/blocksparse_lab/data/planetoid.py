@@ -14,6 +14,7 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 from . import pickles
+from .download import located
 
 NAMES = ("cora", "citeseer", "pubmed")
 
@@ -46,13 +47,13 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
 
     Args:
         name: "cora", "citeseer" or "pubmed".
+        data_dir: folder with the files, which cannot be downloaded.
+
     Source: Yang, Cohen, Salakhutdinov, Revisiting semi-supervised learning with graph embeddings (2016).
     """
     if name not in NAMES:
         raise BlockSparseError.expected("graph", f"one of {', '.join(NAMES)}", repr(name))
-    if data_dir is None:
-        raise BlockSparseError.expected(name, "its files in a folder given by --data-dir", "none")
-    folder = files.first_existing(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
+    folder = located(name, (f"planetoid/ind.{name}.graph", f"ind.{name}.graph"), data_dir).parent
     paths = {part: folder / f"ind.{name}.{part}" for part in ("allx", "ally", "tx", "ty", "graph")}
     contents = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
     tested = _numbers(folder / f"ind.{name}.test.index", name)

@@ -103,7 +103,9 @@ def load(
 
     Args:
         data: "sst", "imdb", or the path of a file for `read_csv`, which is split 80 / 10 / 10.
+        data_dir: folder with the files of "sst" or "imdb"; by default they are downloaded.
         seed: draws, stratified by class, IMDB's validation part or all parts of a csv file.
+        progress: called during a download with bytes so far and in all.
     """
     integer("seed", seed, 0)
     if str(data) == "sst":
@@ -124,7 +126,10 @@ def load(
 
 
 def sst(data_dir: str | Path | None = None, progress: Progress | None = None) -> Splits:
-    """Load the whole sentences of SST-2: 6920 to train on, 872 to validate with, 1821 to test on."""
+    """Load the whole sentences of SST-2: 6920 to train on, 872 to validate with, 1821 to test on.
+
+    Arguments are those of `load`.
+    """
     parts = []
     for part, known_hash in SST_HASHES.items():
         name = f"{part}_binary_sent.csv"
@@ -139,8 +144,7 @@ def sst(data_dir: str | Path | None = None, progress: Progress | None = None) ->
 def imdb(data_dir: str | Path | None = None, seed: int = 0, progress: Progress | None = None) -> Splits:
     """Load the labelled reviews of Maas et al. 2011: 25,000 to test on; a tenth of the other 25,000 to validate with.
 
-    Args:
-        seed: draws the validation part.
+    Arguments are those of `load`.
     """
     folder = _imdb(data_dir, progress)
     parts = []

@@ -37,7 +37,9 @@ def load(
 
     Args:
         data: "fashion_mnist", "cifar10", "madelon", "higgs", or the path of a file for `csv_table.read`.
+        data_dir: folder with the files of a name; by default they are downloaded, except madelon and higgs.
         seed: draws the rows to test on, a fifth of each class, of higgs and csv files.
+        progress: called during a download with bytes so far and in all.
     """
     if str(data) in images.NAMES:
         of = images.load(str(data), data_dir, progress)
@@ -56,6 +58,8 @@ def load(
 def higgs(data_dir: str | Path | None = None, seed: int = 0) -> Table:
     """Load collisions with and without a Higgs boson, with 28 features; a fifth of each class is to test on.
 
+    Arguments are those of `load`; there is no download.
+
     Source: Baldi, Sadowski, Whiteson, Searching for exotic particles in high-energy physics with deep learning (2014).
     """
     path = located("higgs", (*(f"higgs/{name}" for name in HIGGS_FILES), *HIGGS_FILES), data_dir)
@@ -69,7 +73,8 @@ def higgs(data_dir: str | Path | None = None, seed: int = 0) -> Table:
 def madelon(data_dir: str | Path | None = None) -> Table:
     """Load Madelon: 500 features, 20 of them informative, and two classes; 2000 rows to train on, 600 to test on.
 
-    The test rows are those of its validation part, as the labels of its test part are not known.
+    The test rows are those of its validation part, as the labels of its test part are not known. They
+    are in `data_dir`; there is no download.
 
     Source: Guyon, Gunn, Ben-Hur, Dror, Result analysis of the NIPS 2003 feature selection challenge (2004).
     """

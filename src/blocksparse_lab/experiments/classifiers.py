@@ -251,7 +251,7 @@ def _methods(
     data: str, called: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None, seeds: int = 3
 ) -> ClassifierExperiment:
     """Compare all methods with the papers' settings; `dense` changes those of the dense net of the same shape."""
-    recipe = replace(mlp.recipe_for(data), epochs=epochs)
+    recipe = replace(mlp.settings_for(data), epochs=epochs)
     short = replace(recipe, method="dense", **dense or {})
     longer = {"dense, as many epochs": replace(short, epochs=epochs)} if short.epochs < epochs else {}
     own = {
@@ -302,7 +302,7 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
 
     New weights start at 0 or at random; dense nets train with and without dropout.
     """
-    recipe = replace(mlp.recipe_for(data), epochs=epochs)
+    recipe = replace(mlp.settings_for(data), epochs=epochs)
     free = replace(recipe, dropout=0.0)
     of = {
         "narrow": _narrow(data, recipe),

@@ -73,7 +73,7 @@ OF_SET = "zeta", "evolve_every", "regrow", "elastic"
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code, except that new connections
 # start at 0. Random values disturb trained weights: on Higgs, SET with them was worse than no evolution.
-RECIPES = {
+SETTINGS = {
     "fashion_mnist": MLPSettings(),
     "cifar10": MLPSettings(hidden=(4000, 1000, 4000), alpha=0.75, epochs=1000),
     # Epsilon is ours: the largest integer with fewer than 5 % of the dense net's weights.
@@ -89,18 +89,18 @@ EXTREME_FEATURES, EXTREME_CARRIERS, EXTREME_LAYERS = 65_536, 512, 4
 EXTREME_RATE = 20.0
 
 
-def recipe_for(name: str, rows: int | None = None) -> MLPSettings:
+def settings_for(name: str, rows: int | None = None) -> MLPSettings:
     """Return the settings for a table by name, by default those of Fashion-MNIST.
 
-    For a table without a recipe, a batch has at most a quarter of its `rows` to train on, and the gradient is clipped:
+    For any other table, a batch has at most a quarter of its `rows` to train on, and the gradient is clipped:
     otherwise a dense net on thousands of features diverges.
 
-    >>> from blocksparse_lab.recipes.mlp import recipe_for
-    >>> recipe_for("cifar10").hidden, recipe_for("genes.csv", rows=58).batch
+    >>> from blocksparse_lab.recipes.mlp import settings_for
+    >>> settings_for("cifar10").hidden, settings_for("genes.csv", rows=58).batch
     ((4000, 1000, 4000), 14)
     """
-    if name in RECIPES or rows is None:
-        return RECIPES.get(name, MLPSettings())
+    if name in SETTINGS or rows is None:
+        return SETTINGS.get(name, MLPSettings())
     return MLPSettings(batch=max(1, min(MLPSettings.batch, rows // 4)), clip=1.0)
 
 
