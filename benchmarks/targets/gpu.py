@@ -118,7 +118,7 @@ class GpuTargets:
 
     Args:
         bench: measures the cases; None for listing the jobs only.
-        shrink: divides the number of features, and limits tokens to 256, to try the program.
+        shrink: divides the number of features, and limits tokens to 128, to try the program.
         known: rows of an earlier run on this device, which are not measured again.
     """
 
@@ -300,7 +300,7 @@ class GpuTargets:
     # -- names and sizes -------------------------------------------------------------------------------------------
 
     def _shrink(self, spec: LinearSpec) -> LinearSpec:
-        return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
+        return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 128))
 
     def _shrink_conv(self, spec: ConvSpec) -> ConvSpec:
         return spec if self.shrink == 1 else replace(spec, out_channels=64, in_channels=64, size=8, images=2)

@@ -1,19 +1,14 @@
 """libxsmm as a peer: its products if it is built, and the rows if it is not."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+import bench_parts
 import blocksparse as bs
 from blocksparse.errors import BlockSparseError
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LinearSpec
 from targets import libxsmm
-
-ROOT = Path(__file__).parents[2]
 
 
 def is_built():
@@ -67,8 +62,7 @@ def test_other_files_are_refused(monkeypatch, tmp_path):
         libxsmm.library()
 
 
-def test_script_refuses_a_folder_without_sources(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks/libxsmm/build.py"), str(tmp_path), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "no include/libxsmm.h; expected the folder of libxsmm's sources" in done.stderr
+def test_script_refuses_a_folder_without_sources(tmp_path, monkeypatch, capsys):
+    build = bench_parts.script(bench_parts.load("libxsmm/build"), monkeypatch, capsys)
+    status, _, _ = build(tmp_path, "--out", tmp_path / "out")
+    assert status == f"{tmp_path}: no include/libxsmm.h; expected the folder of libxsmm's sources"

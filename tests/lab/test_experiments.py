@@ -25,11 +25,8 @@ from experiment_parts import RESULTS, cells, command, refused
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """An experiment on two language models, with reviews to probe them on."""
-    reviews = tmp_path / "opinions.csv"
-    lines = [f"{'good' if i % 2 else 'bad'} as number {i},{i % 2}" for i in range(40)]
-    reviews.write_text("\n".join(["text,label", *lines]) + "\n")
+def tiny(monkeypatch):
+    """An experiment on two language models."""
     experiment = LanguageExperiment(
         about="Two tiny models",
         text="python",
@@ -42,13 +39,16 @@ def tiny(tmp_path, monkeypatch):
         settings=CharLMSettings(steps=3, warmup=1, eval_every=2, batch=4, seq=8, evaluated=200),
         seq=8,
         seeds=(0, 1),
-        reviews={str(reviews): None},
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     return experiment
 
 
-def test_from_nothing_to_the_report(tiny, tmp_path):
+def test_from_nothing_to_the_report(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "opinions.csv"
+    lines = [f"{'good' if i % 2 else 'bad'} as number {i},{i % 2}" for i in range(40)]
+    path.write_text("\n".join(["text,label", *lines]) + "\n")
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", replace(tiny, reviews={str(path): None}))
     command(tmp_path, "--seed", "0")
     assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == ["dense-0", "wide-0"]
     said, runs, table = command(tmp_path)
@@ -66,12 +66,9 @@ def test_from_nothing_to_the_report(tiny, tmp_path):
         table, "fraction of cells that still differ by half, 64 bytes after two texts became equal"
     )
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in kept)
-    wrong = f"{next(iter(tiny.reviews))}, error of the probe, mean hidden state, standardized"
-    assert all(0 <= float(cell.split()[0]) <= 1 for cell in cells(table, wrong))
-    assert all(
-        0 <= float(cell.split()[0]) <= 1
-        for cell in cells(table, f"{next(iter(tiny.reviews))}, error of words alone (TF-IDF)")
-    )
+    wrong = f"{path}, error of the probe, mean hidden state, standardized"
+    for row in (wrong, f"{path}, error of words alone (TF-IDF)"):
+        assert all(0 <= float(cell.split()[0]) <= 1 for cell in cells(table, row))
     (tmp_path / "out" / "tiny.md").unlink()
     _, _, again = command(tmp_path, "--redraw")
     assert again == table

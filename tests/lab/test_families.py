@@ -21,7 +21,11 @@ def families():
     return bench_parts.load("families")
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "dinov2", "clip", "mamba", "mixtral", "falcon", "xlnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "gpt2", "t5", "mamba", "mixtral"]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("vit", "dinov2", "clip", "falcon", "xlnet")],
+)
 def test_families_pass(families, name):
     row = families.try_family(name)
     assert row.passed, row
