@@ -10,6 +10,7 @@ bits per character, held out
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ BLOCK = re.compile(r"^```\{results\} (\S+)\n(?::columns: ([^\n]*)\n)?(.*?)^```",
 Rows = list[list[str]]
 
 
+@cache
 def table(name: str, folders: tuple[Path, ...] = FOLDERS) -> Rows:
     """Return the table of a committed result, its head first; results of other programs have it in their Markdown."""
     (path,) = [folder / f"{name}.json" for folder in folders if (folder / f"{name}.json").exists()]
@@ -80,23 +82,18 @@ def missing_runs(folders: tuple[Path, ...] = FOLDERS) -> Rows:
     """Return a table of the runs that experiments define and no result has, with the hours of one core they need."""
     lines = [["experiment", "runs (missing seeds)", "hours"]]
     for name, experiment in experiments.EXPERIMENTS.items():
-        counts = {contender: _missing_seeds(name, contender, folders) for contender in experiment.contenders}
-        counts = {contender: count for contender, count in counts.items() if count}
-        hours = [count * (experiment.hours(contender) or float("inf")) for contender, count in counts.items()]
-        need = f"{max(0.1, sum(hours)):.1f}" if sum(hours) < float("inf") else "days of a GPU"
+        path = folders[0] / f"{name}.json"
+        results = experiments.load(path) if path.exists() else experiments.Results({})
+        # Runs that were left out for a reason are not missing.
+        missing = experiment.contenders.keys() - {run.rpartition("-")[0] for run in results.left_out}
+        seeds = {one: {run.settings["seed"] for run in results.runs.get(one, ())} for one in missing}
+        counts = {one: len(set(experiment.seeds) - seeds[one]) for one in experiment.contenders if one in missing}
+        counts = {one: count for one, count in counts.items() if count}
+        hours = sum(count * (experiment.hours(one) or float("inf")) for one, count in counts.items())
+        need = f"{max(0.1, hours):.1f}" if hours < float("inf") else "days of a GPU"
         if counts:
             lines.append([f"`{name}`", "; ".join(f"{one} ({count})" for one, count in counts.items()), need])
     return lines
-
-
-def _missing_seeds(name: str, contender: str, folders: tuple[Path, ...]) -> int:
-    """Return how many seeds of a contender a result lacks; runs that were left out for a reason are not missing."""
-    path = folders[0] / f"{name}.json"
-    results = experiments.load(path) if path.exists() else None
-    if results and any(run.rpartition("-")[0] == contender for run in results.left_out):
-        return 0
-    seeds = {run.settings["seed"] for run in results.runs.get(contender, ())} if results else set()
-    return len(set(experiments.find(name).seeds) - seeds)
 
 
 def markdown(rows: Rows) -> list[str]:

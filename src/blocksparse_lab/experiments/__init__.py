@@ -5,10 +5,10 @@ from __future__ import annotations
 from blocksparse.errors import BlockSparseError
 
 from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, transformers
-from .experiment import Experiment
+from .experiment import Experiment, Results
 from .report import check_no_loss, draw, load, write
 
-__all__ = ["EXPERIMENTS", "Experiment", "check_no_loss", "draw", "find", "load", "write"]
+__all__ = ["EXPERIMENTS", "Experiment", "Results", "check_no_loss", "draw", "find", "load", "write"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment

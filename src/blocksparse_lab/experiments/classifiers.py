@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -230,8 +231,14 @@ def narrow_hidden(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     """
     inputs, *hidden, outputs = sizes
     most = erdos_renyi_weights(sizes, epsilon)
-    scaled = [tuple(max(1, round(n * part / hidden[0])) for n in hidden) for part in range(1, hidden[0] + 1)]
-    return max(of for of in scaled if sum(a * b for a, b in pairwise((inputs, *of, outputs))) <= most)
+
+    def scaled(first: int) -> tuple[int, ...]:
+        return tuple(max(1, round(n * first / hidden[0])) for n in hidden)
+
+    def weights(first: int) -> int:
+        return sum(a * b for a, b in pairwise((inputs, *scaled(first), outputs)))
+
+    return scaled(bisect_right(range(1, hidden[0] + 1), most, key=weights))
 
 
 def _narrow(data: str, recipe: MLPSettings) -> MLPSettings:
