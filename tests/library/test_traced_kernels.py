@@ -28,16 +28,25 @@ KERNELS = {
 }
 
 
+VARIANTS = ["conv:space", "linear:vmap"]
+VARIANTS += [f"{name}:{variant}" for name in ("linear", "conv") for variant in ("refused", "forced")]
+VARIANTS += [f"{name}:{variant}" for name in ("linear", "conv", "conv, 1x1") for variant in ("counted", "exported")]
+
+
 @cache
-def traced(*arguments):
+def all_traced():
+    """Trace everything in one process, as importing PyTorch and Triton takes longer than a trace."""
     script = Path(__file__).parent / "trace_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    command = [sys.executable, script, *KERNELS, *VARIANTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    *calls, launches = done.stdout.splitlines()
-    return calls, json.loads(launches)
+    return json.loads(done.stdout)
+
+
+def traced(name, variant=""):
+    found = all_traced()[f"{name}:{variant}" if variant else name]
+    return found["calls"], found["launches"]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,16 +1,12 @@
-"""Compiles training steps for a GPU that need not be there, and prints what the graphs call.
+"""Compile training steps for a GPU that need not be there, and print what the graphs call.
 
-    python trace_kernels.py "conv, stride 2"           any number of images in one graph
-    python trace_kernels.py conv space                 and of any size
-    python trace_kernels.py conv forced                then within `use_backend`
-    python trace_kernels.py linear vmap                of a batch of them
-    python trace_kernels.py conv refused               for a GPU that the kernels refuse
-    python trace_kernels.py conv exported              by torch.export, for any number of images
-    python trace_kernels.py conv counted               of as many images as a mask leaves
+    python trace_kernels.py "conv, stride 2"                 one training step of this layer
+    python trace_kernels.py conv:space conv:forced linear    several, some with one of the VARIANTS
 
-A script of its own: Triton must not interpret, and its driver is replaced for the whole process. The tensors are on the
-CPU; the graphs are those of a GPU, and are not run. The last line has, as JSON, the launches of the graphs and those of
-the same step without a graph: kernels, grids, numbers, and shapes of index tensors.
+This is a script because Triton must not interpret, and because its driver is replaced for the whole process. The
+tensors are on the CPU; the graphs are those of a GPU, and are not run. The output is one JSON object: for each name,
+the operations of all graphs, and the launches of the graphs and of the same step without a graph (kernel, grid,
+numbers, shapes of index tensors).
 """
 
 from __future__ import annotations
@@ -34,8 +30,19 @@ LAYOUT = bs.patterns.random((256, 256), block_size=32, density=0.5, seed=0)
 CONV = {"layout": LAYOUT, "padding": 1}
 
 
-# Of each the layer, the input, and other sizes that one graph is to serve.
+VARIANTS = {
+    "rows": "any number of rows or images in one graph",
+    "space": "and images of any size",
+    "forced": "then within `use_backend`",
+    "vmap": "of a batch of inputs",
+    "refused": "for a GPU that the kernels refuse",
+    "exported": "by torch.export, for any number of images",
+    "counted": "of as many rows or images as a mask leaves",
+}
+
+
 def cases() -> dict[str, tuple[nn.Module, tuple[int, ...], tuple[int, ...]]]:
+    """Return, by name, a layer, the shape of its input, and another shape that the same graph has to serve."""
     image, other = (24, 256, 12, 12), (23, 256, 12, 12)
     return {
         "linear": (bs.nn.Linear(256, 256, layout=LAYOUT, activation="relu"), (512, 256), (500, 256)),
@@ -63,57 +70,79 @@ class NotRun(Exception):
     pass
 
 
-def show(graph, inputs):
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            print(node.target)
+class Traced:
+    """The operations and launches of one training step.
 
-    def run(*_):
-        raise NotRun
+    Attributes:
+        calls: the operations of all graphs, and a line for each call of a compiled function.
+        launches: of the graphs, and of the step without a graph.
+    """
 
-    return run
+    def __init__(self, name: str, launches: list[list]):
+        self.calls: list[str] = []
+        self.launches: dict[str, list[list]] = {}
+        name, _, variant = name.partition(":")
+        assert not variant or variant in VARIANTS, variant
+        layer, *shapes = cases()[name]
+        layer = layer.bfloat16()
+        reason = "an old GPU" if variant == "refused" else None
+        for each in (linear, conv):
+            each.refusal = lambda device, dtype: reason
+        if variant == "exported":
+            x, rows = torch.randn(shapes[0], dtype=torch.bfloat16), {0: torch.export.Dim("rows")}
+            self.note(torch.export.export(layer, (x,), dynamic_shapes={"input": rows}, strict=True))
+            return
+        torch._dynamo.reset()
+        launches.clear()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=variant == "counted"):
+            self.compile(layer, shapes, variant)
+        self.launches["traced"] = [*launches]
+        launches.clear()
+        for each in (linear, conv):
+            each.refusal = lambda device, dtype: None
+        layer(torch.randn(shapes[0], dtype=torch.bfloat16, requires_grad=True)).float().square().mean().backward()
+        self.launches["eager"] = [*launches]
 
+    def note(self, graph, inputs=()):
+        """Note the operations of a graph, and return a function in its place that does not run it."""
+        self.calls += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return not_run
 
-def main(name: str, open_: str = "rows") -> None:
-    triton.runtime.driver.set_active(Driver())
-    lower_to_triton.LOWERED_DEVICE = "cpu"
-    layer, *shapes = cases()[name]
-    layer = layer.bfloat16()
-    of_batch = torch.vmap(layer) if open_ == "vmap" else layer
-    launches = recorded()
-    refused = [None if open_ != "refused" else "an old GPU"]
-    for each in (linear, conv):
-        each.refusal = lambda device, dtype: refused[0]
-    registry._BACKEND_OF_DEVICE["cpu"] = "triton"
-    if open_ == "exported":
-        x, rows = torch.randn(shapes[0], dtype=torch.bfloat16), {0: torch.export.Dim("rows")}
-        show(torch.export.export(layer, (x,), dynamic_shapes={"input": rows}, strict=True), ())
-        print("{}")
-        return
-    torch._dynamo.config.capture_dynamic_output_shape_ops = open_ == "counted"
-    compiled = torch.compile(
-        lambda x: of_batch(x[x.flatten(1)[:, 0] > 0] if open_ == "counted" else x).float().square().mean(),
-        fullgraph=True,
-        backend=aot_autograd(fw_compiler=show, bw_compiler=show),
-    )
-    for shape in shapes:
-        shape = (8, *shape) if open_ == "vmap" else shape
-        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-        for axis in range(2, x.dim()) if open_ == "space" else () if open_ == "counted" else (0,):
-            torch._dynamo.mark_dynamic(x, axis)
+    def compile(self, layer, shapes, variant):
+        function = torch.vmap(layer) if variant == "vmap" else layer
+        compiled = torch.compile(
+            lambda x: function(x[x.flatten(1)[:, 0] > 0] if variant == "counted" else x).float().square().mean(),
+            fullgraph=True,
+            backend=aot_autograd(fw_compiler=self.note, bw_compiler=self.note),
+        )
+        for shape in shapes:
+            shape = (8, *shape) if variant == "vmap" else shape
+            x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+            for axis in range(2, x.dim()) if variant == "space" else () if variant == "counted" else (0,):
+                torch._dynamo.mark_dynamic(x, axis)
+            self.run(compiled, x, f"compiled {shape}")
+        if variant == "forced":
+            with bs.use_backend("reference"):
+                self.run(compiled, x, "forced")
+
+    def run(self, compiled, x, line):
+        """Call a compiled function, and note that it reached its graph."""
         try:
             compiled(x)
         except NotRun:
-            print("compiled", *shape)
-    if open_ == "forced":
-        with bs.use_backend("reference"):
-            try:
-                compiled(x)
-            except NotRun:
-                print("forced")
-    refused[0] = None
-    traced_ones, launches[:] = [*launches], []
-    print(json.dumps({"traced": traced_ones, "eager": eager(layer, shapes[0], launches)}))
+            self.calls.append(line)
+
+
+def not_run(*_):
+    raise NotRun
+
+
+def main(*names: str) -> None:
+    triton.runtime.driver.set_active(Driver())
+    lower_to_triton.LOWERED_DEVICE = "cpu"
+    registry._BACKEND_OF_DEVICE["cpu"] = "triton"
+    launches = recorded()
+    print(json.dumps({name: vars(Traced(name, launches)) for name in names}))
 
 
 def recorded() -> list[list]:
@@ -131,11 +160,6 @@ def recorded() -> list[list]:
     for each in (linear, conv):
         each.Launch = Recorded
     return made
-
-
-def eager(layer, shape, launches):
-    layer(torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)).float().square().mean().backward()
-    return launches
 
 
 def _plain(argument):
