@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
@@ -160,6 +162,20 @@ def assert_close(
     size = size if terms is None else torch.maximum(size, terms.double().norm())
     error = (got.double() - expected.double()).norm()
     assert error <= bound * size, f"{what}: relative error {error / size:.2e}, bound {bound:.0e}"
+
+
+def assert_same_bits(call: Callable[[], Any], threads: Sequence[int] = (1, 2, 3, 7, 2)) -> Any:
+    """Check that a call returns the same bits with any number of threads; return its results."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            results.append(call())
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(results[0]), tree_leaves(other), strict=True))
+    return results[0]
 
 
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}

@@ -14,7 +14,7 @@ import blocksparse as bs
 from blocksparse.ops.conv.plan import Axis, axes_of, channel_plan, runs
 from blocksparse.ops.linear import cpu as linear_cpu
 from conv_backends import conv, wgrad
-from linear_backends import CPU, running
+from linear_backends import CPU, assert_same_bits, running
 from processes import run_script
 from strategies import layouts
 
@@ -22,33 +22,21 @@ on_every_isa = pytest.mark.parametrize("backend", CPU)
 STEPS = (1, 1), (1, 1), (1, 1)
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @on_every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("density", [0.05, 0.5])
-def test_bit_identical_over_runs_and_thread_counts(backend, dtype, density, threads):
+def test_bit_identical_over_runs_and_thread_counts(backend, dtype, density):
     layout = bs.patterns.random((128, 128), 16, density=density, seed=0)
     x, grad = torch.randn(5, 9, 30, 128, dtype=dtype), torch.randn(5, 9, 30, 128, dtype=dtype)
     values = torch.randn(*layout.values_shape, 3, 3, dtype=dtype)
-    results = []
+
+    def products():
+        yield conv(x, values, layout, (9, 30), *STEPS)
+        yield conv(grad, values, layout, (9, 30), *STEPS, transpose=True, transposed=True)
+        yield wgrad(grad, x, layout, (3, 3), *STEPS)
+
     with running(backend):
-        for count in (1, 2, 3, 7, 2):
-            threads(count)
-            results.append(
-                (
-                    conv(x, values, layout, (9, 30), *STEPS),
-                    conv(grad, values, layout, (9, 30), *STEPS, transpose=True, transposed=True),
-                    wgrad(grad, x, layout, (3, 3), *STEPS),
-                )
-            )
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+        assert_same_bits(lambda: list(products()))
 
 
 @on_every_isa
@@ -72,19 +60,6 @@ def test_outputs_that_go_past_the_caches_are_as_the_others(backend, block, threa
             threads(count)
             together = conv(x, values, layout, (53, 61), *STEPS)  # 10 MB
             assert torch.equal(together, one_by_one)
-
-
-def test_from_many_python_threads_at_once():
-    layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
-    values = torch.randn(*layout.values_shape, 3, 3)
-    inputs = [torch.randn(n, 64, 7, 8) for n in (1, 3, 8)]
-    expected = [bs.conv2d(x, values, layout, padding=1) for x in inputs]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(3) as pool:
-        for _ in range(10):
-            got = pool.map(lambda x: bs.conv2d(x, values, layout, padding=1), inputs)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_a_kernel_of_one_is_the_linear_op(monkeypatch):

@@ -8,6 +8,7 @@ at most one special value in each sum.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 import blocksparse as bs
 from blocksparse.ops import dropout, lstm_gates, momentum
 from blocksparse.ops.checks import SUM_DTYPES
-from linear_backends import CPU, cases, dgrad, forward, name_of, running, wgrad
+from linear_backends import CPU, assert_same_bits, cases, dgrad, forward, name_of, running, wgrad
 
 ISAS = [backend.removeprefix("cpu-") for backend in CPU]
 on_every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -300,13 +301,8 @@ def test_the_same_bits_each_time_and_on_any_number_of_threads(isa, dtype, produc
         layout = layout_of(block_size)
         x, grad, bias = (torch.randn(shape).to(dtype) for shape in ((200, 96), (200, 64), (64,)))
         values = torch.randn(layout.values_shape).to(dtype)
-        results = []
         with running(f"cpu-{isa}"):
-            for threads in (1, 2, 2):
-                torch.set_num_threads(threads)
-                results.append(PRODUCTS[product](x, grad, values, bias, layout))
-        for result in results[1:]:
-            assert all(torch.equal(got, first) for got, first in zip(result, results[0], strict=True))
+            assert_same_bits(partial(PRODUCTS[product], x, grad, values, bias, layout), (1, 2, 2))
 
 
 @every_product

@@ -14,7 +14,18 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.cpu_plan import column_plan
 from blocksparse.ops.linear import cpu
-from linear_backends import ACTIVATIONS, CPU, assert_close, bound, cases, dgrad, forward, running, wgrad
+from linear_backends import (
+    ACTIVATIONS,
+    CPU,
+    assert_close,
+    assert_same_bits,
+    bound,
+    cases,
+    dgrad,
+    forward,
+    running,
+    wgrad,
+)
 from strategies import layouts
 from test_linear import STRIDES, check_products, strided
 
@@ -84,19 +95,13 @@ def test_same_bits_for_any_number_of_threads_and_of_tokens(backend, dtype):
     layout = bs.patterns.erdos_renyi((3000, 2000), block_size=1, epsilon=5, seed=0)
     x, grad = torch.randn(150, 2000, dtype=dtype), torch.randn(150, 3000, dtype=dtype)
     values = torch.randn(layout.values_shape, dtype=dtype)
-    threads, results = torch.get_num_threads(), []
     with running(backend):
-        try:
-            for count in (1, 2, 5, 2):
-                torch.set_num_threads(count)
-                results.append((forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)))
-        finally:
-            torch.set_num_threads(threads)
-        for result in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+        y, grad_x, _ = assert_same_bits(
+            lambda: (forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)), (1, 2, 5, 2)
+        )
         for tokens in (1, 3, 7, 16, 40, 100):
-            assert torch.equal(forward(x[:tokens], values, layout), results[0][0][:tokens])
-            assert torch.equal(dgrad(grad[:tokens], values, layout), results[0][1][:tokens])
+            assert torch.equal(forward(x[:tokens], values, layout), y[:tokens])
+            assert torch.equal(dgrad(grad[:tokens], values, layout), grad_x[:tokens])
 
 
 @on_every_isa

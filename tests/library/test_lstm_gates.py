@@ -11,6 +11,7 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core, lstm_gates
 from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.gpu import runtime as triton_runtime
+from linear_backends import assert_same_bits
 
 CPU = [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present] if cpu_core.unavailable() is None else []
 TRITON = ["triton"] if triton_runtime.unavailable() is None else []
@@ -204,7 +205,6 @@ def test_backward_in_place(backend):
 @on_every_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bit_identical_for_any_number_of_threads_and_rows(backend, dtype):
-    threads = torch.get_num_threads()
     n, hidden = 37, 517
     z, add, _, c = operands(n, hidden, dtype, "rows", False)
     grads = torch.randn(n, hidden).to(dtype), None, torch.randn(n, hidden)
@@ -224,16 +224,9 @@ def test_bit_identical_for_any_number_of_threads_and_rows(backend, dtype):
         lstm_gates.forward(wide[0], None, None, wide[1], h_out=h_wide, c_out=c_wide)
         return h, after, gates, grad_pre, grad_c, h_wide, c_wide
 
-    try:
-        results = []
-        with running(backend):
-            for count, rows in ((1, n), (2, n), (3, n), (7, n), (2, 1)):
-                torch.set_num_threads(count)
-                results.append(everything(rows))
-    finally:
-        torch.set_num_threads(threads)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    with running(backend):
+        together = assert_same_bits(lambda: everything(n))
+        assert all(torch.equal(a, b) for a, b in zip(everything(1), together, strict=True))
 
 
 @pytest.mark.skipif(not TRITON, reason="no Triton here")

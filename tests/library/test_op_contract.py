@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -106,7 +108,18 @@ def test_gradients_and_double_gradients_interpreted(op, backend):
     check_gradients(op, backend, "relu" if op == "linear" else None, layout, n=1, seed=0)
 
 
-# -- autocast and forward mode -------------------------------------------------------------------------------------
+# -- threads, autocast and forward mode ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["linear", "conv2d"])
+def test_calls_from_many_python_threads_at_once(op, any_backend):
+    layout = bs.patterns.random((256, 256), block_size=32, density=0.3, seed=0)
+    values, inputs = OPS[op].tensors(layout)[1], [OPS[op].tensors(layout, n)[0] for n in (1, 17, 64, 200)]
+    expected = [OPS[op].call(x, values, layout) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            found = pool.map(lambda x: OPS[op].call(x, values, layout), inputs)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
