@@ -275,13 +275,16 @@ def test_inputs_have_any_strides(case, change):
 
 @every
 def test_a_batch_can_be_empty(case, change):
-    module = change(case.make())
-    found, expected = outputs(module, case.draw(batch=0)), outputs(module, case.draw(batch=19))
-    for a, b in zip(found, expected, strict=True):
-        assert a.shape == tuple(0 if size == 19 else size for size in b.shape)
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        found[0].sum().backward()
-        assert all((p.grad == 0).all() for p in module.parameters() if p.grad is not None)
+    for density in (0.5, None) if change is not bs.quantize else (0.5,):
+        module = change(case.make(density))
+        found, expected = outputs(module, case.draw(batch=0)), outputs(module, case.draw(batch=19))
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == tuple(0 if size == 19 else size for size in b.shape)
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            found[0].sum().backward()
+            assert all((p.grad == 0).all() for p in module.parameters() if p.grad is not None)
+        with torch.no_grad():
+            assert [each.shape for each in outputs(module, case.draw(batch=0))] == [each.shape for each in found]
 
 
 # -- gradients and transforms ----------------------------------------------------------------------------------------
