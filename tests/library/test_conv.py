@@ -270,6 +270,17 @@ def test_outputs_that_no_tap_reaches(backend):
         assert (bs.conv2d(x, values, layout, padding=2)[:, :, 0] == 0).all()
 
 
+@on_every_backend
+def test_sizes_beyond_the_reach_of_any_tap_are_zeros(backend):
+    # Callers of the op itself may ask for any output: where no tap reaches it is zero, and nothing outside is read.
+    layout = bs.patterns.dense((8, 8), block_size=8)
+    with running(backend):
+        x, values = torch.randn(1, 3, 3, 8), torch.randn(1, 8, 8, 3, 3)
+        y = conv(x, values, layout, (9, 9), (1, 1), (-1, 5), (1, 1))
+    assert (y[:, 2:] == 0).all()
+    assert (y[:, :, :3] == 0).all()
+
+
 @on_every_backend_in_its_dtypes
 def test_nan_reaches_connected_outputs_only(backend, dtype):
     with running(backend):

@@ -305,67 +305,6 @@ def test_a_layout_is_built_from_unknown_index_tensors():
     assert torch.equal(linear_op(x, values, None, indices, 6, False, None), bs.linear(x, values, layout))
 
 
-def fitting():
-    layout = bs.patterns.dense((32, 64), block_size=16)
-    return {"x": torch.randn(5, 64), "values": torch.randn(8, 16, 16), "layout": layout, "bias": torch.randn(32)}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"x": torch.randn(5, 63)}, r"x: expected \[\.\.\., 64\] for BlockLayout\(.*\), got \[5, 63\]"),
-        ({"x": torch.randn(())}, r"x: expected \[\.\.\., 64\]"),
-        ({"values": torch.randn(7, 16, 16)}, r"values: expected \[8, 16, 16\] .*, got \[7, 16, 16\]"),
-        ({"values": torch.randn(8, 16)}, r"values: expected \[8, 16, 16\]"),
-        ({"values": torch.randn(8, 16, 16).double()}, "values: expected the dtype of x, torch.float32, got"),
-        ({"values": torch.randn(8, 16, 16, device="meta")}, "values: expected the device of x, cpu, got meta"),
-        ({"bias": torch.randn(31)}, r"bias: expected \[32\]"),
-        ({"bias": torch.randn(32).half()}, "bias: expected the dtype of x"),
-        ({"activation": "tanh"}, "activation: expected one of .*relu.*, got 'tanh'"),
-        ({"layout": torch.ones(2, 4, dtype=torch.bool)}, "layout: expected a BlockLayout, got Tensor"),
-        ({"activation": ["relu"]}, r"activation: expected one of .*relu.*, got \['relu'\]"),
-        ({"x": [[1.0]]}, "x: expected a torch.Tensor, got list"),
-        ({"x": torch.randn(5, 64).to_sparse()}, "x: expected a plain dense tensor, got layout torch.sparse_coo"),
-        (
-            {"x": torch.nested.nested_tensor([torch.randn(5, 64)], layout=torch.jagged)},
-            "x: expected a plain dense tensor, got a nested",
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_refused(changed, message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.linear(**{**fitting(), **changed})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x, grad, v, i: linear_op(x[:, :-1], v, None, *i, False, None),
-        lambda x, grad, v, i: linear_op(grad, v, None, *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v, None, *i, True, None),
-        lambda x, grad, v, i: linear_op(x, v[:-1], None, *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v, x[0], *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v, None, [i[0][0], i[0][1] + 2], 4, False, None),
-        lambda x, grad, v, i: linear_op(x, v, None, i[0], 3, False, None),
-        lambda x, grad, v, i: linear_op(x.double(), v.half(), None, *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v, grad[0].half(), *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v[0], None, *i, False, None),
-        lambda x, grad, v, i: linear_op(x, v, None, *i, False, "tanh"),
-        lambda x, grad, v, i: linear_wgrad_op(grad.double(), x, *i),
-        lambda x, grad, v, i: linear_wgrad_op(grad, x, i[0], 0),
-        lambda x, grad, v, i: linear_wgrad_op(grad[:-1], x, *i),
-        lambda x, grad, v, i: linear_wgrad_op(grad, x[0], *i),
-        lambda x, grad, v, i: linear_wgrad_op(grad[:, :-1], x, *i),
-    ],
-)
-def test_direct_calls_of_the_op_stay_within_memory(wrong):
-    layout = bs.patterns.dense((32, 64), block_size=16)
-    indices = layout.indices_on("cpu"), layout.grid[1]
-    with pytest.raises(bs.BlockSparseError, match="expected"):
-        wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
-
-
 def test_the_error_of_dtypes_without_a_kernel_has_a_remedy():
     layout = bs.patterns.dense((2, 2), block_size=2)
     x, values = torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, 2, dtype=torch.complex64)
