@@ -9,7 +9,6 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
-from processes import run_script
 
 OURS = {1: bs.nn.Conv1d, 2: bs.nn.Conv2d, 3: bs.nn.Conv3d}
 OURS_TRANSPOSED = {1: bs.nn.ConvTranspose1d, 2: bs.nn.ConvTranspose2d, 3: bs.nn.ConvTranspose3d}
@@ -125,7 +124,7 @@ def test_a_model_in_channels_last(axes):
     assert model.double()[0].values.dtype == torch.float64
 
 
-def network():
+def convolutions():
     return nn.Sequential(
         bs.nn.Conv2d(3, 32, 3, padding=1, block_size=(16, 4), activation="gelu"),
         bs.nn.WeightNorm(bs.nn.Conv2d(32, 64, 3, stride=2, density=0.5, block_size=16)),
@@ -136,31 +135,13 @@ def network():
 
 def test_compiles_whole():
     torch._dynamo.reset()
-    model = network()
+    model = convolutions()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 8, 8)
     expected = model(x)
     torch.testing.assert_close(compiled(x), expected)
     grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
     torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), list(model.parameters())), grads)
-
-
-LOADS_AND_RUNS = """
-import sys, torch
-import blocksparse
-program = torch.export.load(sys.argv[1])
-x, expected = torch.load(sys.argv[2])
-torch.testing.assert_close(program.module()(x), expected)
-"""
-
-
-def test_export_runs_in_a_fresh_process(tmp_path):
-    model = network().eval()
-    x = torch.randn(2, 3, 8, 8)
-    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
-    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
-    (tmp_path / "program.py").write_text(LOADS_AND_RUNS)
-    run_script(1, tmp_path / "program.py", "model.pt2", "expected.pt", folder=tmp_path)
 
 
 # -- edge bias -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import blocksparse as bs
 from processes import run_script
+from test_nn_conv import convolutions
 
 
 def dense_twin(layer):
@@ -202,16 +203,6 @@ def test_safetensors_load_model(tmp_path):
     assert torch.equal(target(x), source(x))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_values_without_indices_are_refused(strict):
-    # As many blocks, but without their positions.
-    layer = linear()
-    before = layer.values.detach().clone()
-    with pytest.raises(RuntimeError, match=r"expected crow_indices and col_indices, .* got only values"):
-        layer.load_state_dict({"values": torch.randn_like(before)}, strict=strict)
-    assert torch.equal(layer.values, before)
-
-
 def test_a_state_dict_of_other_modules_or_of_the_bias_alone_changes_no_layout():
     model = nn.Sequential(linear(), nn.Linear(64, 3))
     layout, bias = model[0].layout, torch.randn(64)
@@ -246,6 +237,12 @@ def other_layout(state, values):
         (lambda s: s | {"col_indices": s["col_indices"] * 0}, "expected each block once"),
         (lambda s: {k: v for k, v in s.items() if k != "col_indices"}, "only crow_indices and values"),
         (lambda s: {k: v for k, v in s.items() if k != "crow_indices"}, "only col_indices and values"),
+        (lambda s: {"values": s["values"]}, "expected crow_indices and col_indices, .* got only values"),
+        (
+            lambda s: other_layout(s, values=s["values"]) | {"col_indices": torch.tensor([1, 0, 0, 2, 1, 2])},
+            "col_indices: expected ascending columns in each row",
+        ),
+        (lambda s: {k: v for k, v in linear(density=0.25).state_dict().items() if k != "values"}, "values: expected"),
         (lambda s: s | {"crow_indices": [0, 2]}, "crow_indices: expected a dense tensor, got list"),
         (lambda s: s | {"col_indices": "here"}, "col_indices: expected a dense tensor, got str"),
         (lambda s: s | {"col_indices": s["col_indices"].to_sparse()}, "col_indices: expected a dense .*sparse_coo"),
@@ -271,8 +268,9 @@ def test_state_dicts_that_do_not_fit_say_so_and_change_nothing(change, message):
     changed = {
         name: tensor for name, tensor in change(layer.state_dict()).items() if name != "bias" or "bias" in message
     }
-    with pytest.raises(RuntimeError, match=message):
-        layer.load_state_dict(changed, strict=False)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(changed, strict=strict)
     assert layer.layout is layout
     for name, tensor in layer.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -283,20 +281,6 @@ def test_states_of_other_blocks_are_refused_as_such(change):
     state = change(bs.nn.Linear(16, 16, block_size=4)).state_dict()
     with pytest.raises(RuntimeError, match="values: expected blocks of 8 x 8, as the module has them, got 4 x 4"):
         change(bs.nn.Linear(16, 16, block_size=8)).load_state_dict(state)
-
-
-def test_unsorted_columns_are_refused():
-    layer = linear(32, 16, density=None)
-    state = layer.state_dict() | {"col_indices": torch.tensor([1, 0], dtype=torch.int32)}
-    with pytest.raises(RuntimeError, match="col_indices: expected ascending columns in each row"):
-        layer.load_state_dict(state)
-
-
-def test_a_new_pattern_needs_its_values():
-    layer, other = linear(density=0.5), linear(density=0.25)
-    state = {name: tensor for name, tensor in other.state_dict().items() if name != "values"}
-    with pytest.raises(RuntimeError, match="values: expected"):
-        layer.load_state_dict(state, strict=False)
 
 
 # -- compilers, autocast, optimizers -----------------------------------------------------------------------------
@@ -349,21 +333,25 @@ def test_compiled_module_follows_a_new_pattern(fresh_compiler):
 LOADS_AND_RUNS = """
 import sys, torch
 import blocksparse
-program = torch.export.load(sys.argv[1])
-x, expected = torch.load(sys.argv[2])
-torch.testing.assert_close(program.module()(x), expected)
+for name in sys.argv[1:]:
+    program = torch.export.load(f"{name}.pt2")
+    x, expected = torch.load(f"{name}.pt")
+    torch.testing.assert_close(program.module()(x), expected)
 """
 
 
-def test_export_runs_in_a_fresh_process(tmp_path):
-    model = nn.Sequential(linear(47, 64, activation="relu"), linear(64, 33)).eval()
-    tokens = torch.export.Dim("tokens", min=2)
-    program = torch.export.export(model, (torch.randn(4, 47),), dynamic_shapes=({0: tokens},))
-    torch.export.save(program, tmp_path / "model.pt2")
-    x = torch.randn(9, 47)
-    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
+def test_exported_programs_run_in_a_fresh_process(tmp_path):
+    model = nn.Sequential(linear(47, 64, activation="relu"), linear(64, 33))
+    models = {
+        "linear": (model, (torch.randn(4, 47), torch.randn(9, 47)), ({0: torch.export.Dim("tokens", min=2)},)),
+        "conv": (convolutions(), (torch.randn(2, 3, 8, 8),) * 2, None),
+    }
+    for name, (model, (example, x), shapes) in models.items():
+        program = torch.export.export(model.eval(), (example,), dynamic_shapes=shapes)
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        torch.save((x, model(x).detach()), tmp_path / f"{name}.pt")
     (tmp_path / "program.py").write_text(LOADS_AND_RUNS)
-    run_script(1, tmp_path / "program.py", "model.pt2", "expected.pt", folder=tmp_path)
+    run_script(1, tmp_path / "program.py", *models, folder=tmp_path)
 
 
 # -- another pattern in place ------------------------------------------------------------------------------------
