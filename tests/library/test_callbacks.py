@@ -117,26 +117,28 @@ class Transformers:
         pytest.importorskip("accelerate")
         self.folder, self.saved = folder, folder / "checkpoint-3"
 
-    def run(self, model, callback, steps=STEPS, accumulate=1, save=False, resume=False):
+    def run(self, model, *callbacks, steps=STEPS, resume=False, accumulate=1, trainer=(), **options):
         import transformers
 
         class InOrder(transformers.Trainer):
             def _get_train_sampler(self, *args):
                 return torch.utils.data.SequentialSampler(self.train_dataset)
 
+        options = {"save_strategy": "steps" if resume else "no", "save_steps": 3} | options
         settings = transformers.TrainingArguments(
             str(self.folder), max_steps=steps, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
             use_cpu=True, max_grad_norm=0, logging_strategy="no", lr_scheduler_type="constant", seed=2,
-            save_strategy="steps" if save or resume else "no", save_steps=3, gradient_accumulation_steps=accumulate,
+            gradient_accumulation_steps=accumulate, **options,
         )  # fmt: skip
         optimizer = optimizer_of(model)
-        InOrder(
-            model, settings, train_dataset=data(), callbacks=[callback],
-            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-        ).train(resume_from_checkpoint=str(self.saved) if resume else None)  # fmt: skip
+        optimizers = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        trainer = InOrder(
+            model, settings, train_dataset=data(), callbacks=list(callbacks), optimizers=optimizers, **dict(trainer)
+        )
+        trainer.train(resume_from_checkpoint=str(self.saved) if resume else None)
 
     def save(self, name, model):
-        self.run(model, self.callback(method_of(name, model)), save=True)
+        self.run(model, self.callback(method_of(name, model)), save_strategy="steps")
 
 
 class Lightning:
@@ -146,28 +148,33 @@ class Lightning:
 
         self.callback, self.folder, self.saved = SparsityCallback, folder, folder / "3.ckpt"
 
-    def run(self, model, callback, steps=STEPS, accumulate=1, resume=False):
+    def module(self, net, training_step=None):
         import lightning
 
         class Lit(lightning.LightningModule):
             def __init__(self):
                 super().__init__()
-                self.net = model
+                self.net, self.automatic_optimization = net, training_step is None
 
             def training_step(self, batch, index):
-                return self.net(**batch)["loss"]
+                return training_step(self, batch) if training_step else self.net(**batch)["loss"]
 
             def configure_optimizers(self):
                 return optimizer_of(self)
 
+        return Lit()
+
+    def run(self, model, *callbacks, steps=STEPS, accumulate=1, resume=False, training_step=None):
+        import lightning
+
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         trainer = lightning.Trainer(
-            max_steps=steps, max_epochs=9, callbacks=[callback], accelerator="cpu", logger=False,
+            max_steps=steps, max_epochs=9, callbacks=list(callbacks), accelerator="cpu", logger=False,
             default_root_dir=self.folder, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, accumulate_grad_batches=accumulate,
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
-        trainer.fit(Lit(), loader, ckpt_path=self.saved if resume else None)
+        trainer.fit(self.module(model, training_step), loader, ckpt_path=self.saved if resume else None)
         return trainer
 
     def save(self, name, model):
@@ -182,11 +189,18 @@ def loop(request, tmp_path):
         yield request.param(tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_callbacks_train_like_a_loop_by_hand(name, loop):
+only_lightning = pytest.mark.parametrize("loop", [Lightning], indirect=True)
+only_transformers = pytest.mark.parametrize("loop", [Transformers], indirect=True)
+ACCUMULATING = ["SET", "RigL", "GradualPruning", "L0Gates"]
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulate"), [(name, 1) for name in NAMES] + [(name, count) for name in ACCUMULATING for count in (2, 3)]
+)
+def test_callbacks_train_like_a_loop_by_hand(name, accumulate, loop):
     model = Net(name in SPARSE)
-    loop.run(model, loop.callback(method_of(name, model)))
-    same(model, by_hand(name))
+    loop.run(model, loop.callback(method_of(name, model)), accumulate=accumulate)
+    same(model, by_hand(name, accumulate))
     assert changed(name, model)
 
 
@@ -204,7 +218,7 @@ def test_accumulated_gradients_are_one_step(loop):
     assert given.methods[0].calls == 3
 
 
-@pytest.mark.parametrize("loop", [Transformers], indirect=True)
+@only_transformers
 def test_a_checkpoint_without_the_methods_is_refused(loop):
     loop.save("SET", Net(True))
     (loop.saved / loop.callback.FILE).unlink()
@@ -212,81 +226,34 @@ def test_a_checkpoint_without_the_methods_is_refused(loop):
         loop.run(Net(True), loop.callback(SPARSE["SET"]), resume=True)
 
 
-@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning", "L0Gates"])
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_accumulation_is_like_a_loop_by_hand(name, accumulate, loop):
-    model = Net(name in SPARSE)
-    loop.run(model, loop.callback(method_of(name, model)), accumulate=accumulate)
-    same(model, by_hand(name, accumulate))
+def two_updates_a_batch(module, batch):
+    optimizer = module.optimizers()
+    for half in (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)):
+        optimizer.zero_grad()
+        module.manual_backward(module.net(**{key: rows[half] for key, rows in batch.items()})["loss"])
+        optimizer.step()
 
 
+@only_lightning
 @pytest.mark.parametrize("name", ["SET", "RigL"])
-def test_manual_optimization_with_two_updates_a_batch(name):
-    lightning = pytest.importorskip("lightning")
-    from blocksparse.integrations.lightning import SparsityCallback
-
-    class Manual(lightning.LightningModule):
-        automatic_optimization = False
-
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, index):
-            optimizer = self.optimizers()
-            for half in (slice(0, 2), slice(2, 4)):
-                optimizer.zero_grad()
-                self.manual_backward(self.net(**{key: rows[half] for key, rows in batch.items()})["loss"])
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return optimizer_of(self)
-
-    model, callback = Net(True), SparsityCallback(SPARSE[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own
-        lightning.Trainer(
-            max_epochs=1, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(Manual(model), torch.utils.data.DataLoader(data(), batch_size=4))  # fmt: skip
+def test_manual_optimization_with_two_updates_a_batch(name, loop):
+    model, callback = Net(True), loop.callback(SPARSE[name])
+    loop.run(model, callback, steps=2 * STEPS, training_step=two_updates_a_batch)
     assert callback.methods[0].calls == 2 * STEPS
     assert changed(name, model)
 
 
+@only_lightning
 @pytest.mark.parametrize("name", ["SET", "GradualPruning"])
-def test_averages_of_lightning_are_refused_where_they_would_mix_blocks(name):
-    lightning = pytest.importorskip("lightning")
+def test_averages_of_lightning_are_refused_where_they_would_mix_blocks(name, loop):
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
-    from blocksparse.integrations.lightning import SparsityCallback
-
-    class Lit(lightning.LightningModule):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, index):
-            return self.net(**batch)["loss"]
-
-        def configure_optimizers(self):
-            return optimizer_of(self)
-
     model = Net(name in SPARSE)
-    callback = SparsityCallback(method_of(name, model))
-
-    def fit(*callbacks):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's own
-            lightning.Trainer(
-                max_epochs=1, callbacks=list(callbacks), accelerator="cpu", logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False,
-            ).fit(Lit(model), torch.utils.data.DataLoader(data(), batch_size=4))  # fmt: skip
-
     message = "moves blocks. Use torch" if name == "SET" else "put EMAWeightAveraging before SparsityCallback"
     with pytest.raises(bs.BlockSparseError, match=message):
-        fit(callback, EMAWeightAveraging(decay=0.9))
+        loop.run(model, loop.callback(method_of(name, model)), EMAWeightAveraging(decay=0.9))
     if name == "GradualPruning":
-        fit(EMAWeightAveraging(decay=0.9), SparsityCallback(method_of(name, model)))
+        loop.run(model, EMAWeightAveraging(decay=0.9), loop.callback(method_of(name, model)))
         assert changed(name, model)
 
 
@@ -301,16 +268,12 @@ def test_training_that_ends_early_leaves_a_dense_model_to_finish(name, loop):
         loop.run(model, callback, steps=3)
     again = Net(False)
     again.load_state_dict(model.state_dict())
-    x = batch_of_one()
+    x = next(batches())
     expected = model.eval()(**x)["logits"]
     assert torch.equal(again.eval()(**x)["logits"], expected)
     callback.methods[0].finish(early=True)
     assert changed(name, model)
     torch.testing.assert_close(model(**x)["logits"], expected)
-
-
-def batch_of_one():
-    return next(batches())
 
 
 def broken(method):
@@ -366,7 +329,7 @@ def test_an_error_of_others_leaves_a_model_that_loads(loop, monkeypatch):
     messages = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
     expected = [f"training was interrupted. {kind.__name__} is at step 4 of 5"] if type(loop) is Lightning else []
     assert [message.split(":")[0] for message in messages] == expected
-    again, x = Net(False), batch_of_one()
+    again, x = Net(False), next(batches())
     assert not again.load_state_dict(model.state_dict(), strict=False).missing_keys
     assert torch.equal(again(**x)["logits"], model(**x)["logits"])
     monkeypatch.undo()
@@ -418,13 +381,13 @@ def test_a_second_run_without_its_gates_is_refused(loop):
 # -- the best of several checkpoints ---------------------------------------------------------------------------------
 
 
+@only_transformers
 @pytest.mark.parametrize("name", ["GradualPruning", "MovementPruning", "SET"])
 @pytest.mark.parametrize("with_state", [True, False])
-def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
+def test_the_best_model_has_its_own_pattern(name, with_state, loop):
     import transformers
 
-    loop, model = Transformers(tmp_path), Net(name in SPARSE)
-    patterns = {}
+    model, patterns = Net(name in SPARSE), {}
 
     class Note(transformers.TrainerCallback):
         def on_evaluate(self, args, state, control, model, **_):
@@ -432,24 +395,17 @@ def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
 
         def on_save(self, args, state, control, **_):
             if not with_state:
-                (tmp_path / f"checkpoint-{state.global_step}" / loop.callback.FILE).unlink()
+                (loop.folder / f"checkpoint-{state.global_step}" / loop.callback.FILE).unlink()
 
     scores = iter([3.0, 1.0, 4.0, 4.0, 4.0, 4.0])  # the second is the best
-    settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
-        use_cpu=True, save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=False,
-        lr_scheduler_type="constant", logging_strategy="no",
-    )  # fmt: skip
-    callback = loop.callback(method_of(name, model))
-    trainer = transformers.Trainer(
-        model, settings, train_dataset=data(), eval_dataset=data(), callbacks=[callback, Note()],
-        compute_metrics=lambda _: {"score": next(scores)},
-        optimizers=(optimizer := optimizer_of(model), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-    )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.train()
+        loop.run(
+            model, loop.callback(method_of(name, model)), Note(), save_strategy="steps", eval_strategy="steps",
+            save_steps=1, eval_steps=1, load_best_model_at_end=True, metric_for_best_model="score",
+            greater_is_better=False,
+            trainer={"eval_dataset": data(), "compute_metrics": lambda _: {"score": next(scores)}},
+        )  # fmt: skip
     messages = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
     for layer, best in zip(model.layers[::2], patterns[2], strict=True):
         assert torch.equal(layer.weight, best)
@@ -458,7 +414,7 @@ def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
         assert [message.startswith(start) for message in messages] == [True]
 
 
-@pytest.mark.parametrize("loop", [Lightning], indirect=True)
+@only_lightning
 @pytest.mark.parametrize(
     ("given", "message"),
     [
