@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import subprocess
-import sys
 import types
 import weakref
 from collections import UserDict, UserList
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -16,6 +14,8 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from loops import update
+from processes import run_script
 
 
 class Routed(nn.Module):
@@ -215,13 +215,11 @@ def test_additions_to_a_layer_of_several_weights_move_along(make):
         assert {name: parameter.mark for name, parameter in own.items()} == {name: name for name in own}
 
 
-@pytest.mark.parametrize("layer", ["linear", "conv", "lstm"])
-def test_additions_of_users_move_along_into_8_bits(layer):
-    made = {
-        "linear": bs.nn.Linear(64, 32, density=0.5, block_size=16),
-        "conv": bs.nn.Conv2d(32, 32, 3, density=0.5, block_size=16),
-        "lstm": bs.nn.LSTM(32, 32, density=0.5, block_size=16),
-    }[layer]
+@pytest.mark.parametrize(
+    "make", [partial(bs.nn.Linear, 64, 32), partial(bs.nn.Conv2d, 32, 32, 3), partial(bs.nn.LSTM, 32, 32)]
+)
+def test_additions_of_users_move_along_into_8_bits(make):
+    made = make(density=0.5, block_size=16)
     made.tag, made.adapter = "mine", nn.Identity()
     made.register_buffer("scale", torch.tensor(3.0))
     small = bs.quantize(nn.ModuleList([made]))[0]
@@ -296,7 +294,7 @@ WAYS = {
     "key": lambda layer: {layer: 3},
     "nested": lambda layer: [{"x": (layer,)}],
     "bound method": lambda layer: layer.forward,
-    "partial": lambda layer: functools.partial(layer),
+    "partial": lambda layer: partial(layer),
     "object": lambda layer: Runner(layer).run,
     "weak": weakref.ref,
     "closure": lambda layer: lambda x: layer(x),
@@ -386,7 +384,7 @@ def test_plain_subclasses_and_layers_of_another_density_are_named():
 # -- dense again ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
 def test_the_optimizer_follows_densify(make):
     model = nn.Sequential(
         bs.nn.Linear(40, 48, density=0.5, block_size=8, activation="relu"),
@@ -397,23 +395,16 @@ def test_the_optimizer_follows_densify(make):
     )
     optimizer, x = make(model.parameters()), torch.randn(5, 40)
 
-    def step(model):
-        optimizer.zero_grad()
-        model(x)[0].square().sum().backward()
-        optimizer.step()
-
-    step(model)
-    kept = {name: next(iter(optimizer.state[p].values())).shape for name, p in model.named_parameters()}
+    update(optimizer, model(x)[0].square().sum())
     state = {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
     layer = model[0]
     dense = bs.densify(model, inplace=True, optimizer=optimizer)
-    assert kept
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in dense.parameters()}
     for key, value in state["0.values"].items():
         now = optimizer.state[dense[0][0].weight][key]
         torch.testing.assert_close(now, layer.dense_of(value) if value.dim() else value)
     before = [parameter.clone() for parameter in dense.parameters()]
-    step(dense)
+    update(optimizer, dense(x)[0].square().sum())
     assert all(not torch.equal(a, b) for a, b in zip(before, dense.parameters(), strict=True))
 
 
@@ -475,15 +466,15 @@ def test_densify_returns_the_conv1d_of_transformers():
     torch.testing.assert_close(model(x), sparse(x))
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    return done.stdout
+def printed(code, folder):
+    (folder / "program.py").write_text(code)
+    return run_script(1, folder / "program.py", folder=folder).split()
 
 
-def test_find_spec_does_not_stop_import_hooks():
+def test_find_spec_does_not_stop_import_hooks(tmp_path):
     code = """
-import importlib.util, torch, blocksparse as bs
+import importlib.util, sys, torch, blocksparse as bs
+assert "torch.utils.flop_counter" not in sys.modules
 assert importlib.util.find_spec("torch.utils.flop_counter")
 from torch.utils.flop_counter import FlopCounterMode
 layer = bs.nn.Linear(32, 32, block_size=8)
@@ -491,11 +482,11 @@ with FlopCounterMode(display=False) as counter:
     layer(torch.randn(5, 32))
 print(counter.get_total_flops())
 """
-    assert run(code).split() == [str(2 * 5 * 32 * 32)]
+    assert printed(code, tmp_path) == [str(2 * 5 * 32 * 32)]
 
 
 @pytest.mark.full
-def test_find_spec_does_not_stop_the_import_hook_for_transformers():
+def test_find_spec_does_not_stop_the_import_hook_for_transformers(tmp_path):
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     code = """
@@ -505,4 +496,4 @@ import transformers.modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 print("blocksparse" in AUTO_QUANTIZER_MAPPING)
 """
-    assert run(code).split() == ["True"]
+    assert printed(code, tmp_path) == ["True"]
