@@ -158,7 +158,7 @@ def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("opset", [18, 21, None])
+@pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.full), None])
 def test_the_opset_is_that_of_the_file(opset, tmp_path):
     model, x = sparse(nn.Sequential(nn.Linear(24, 16), nn.ReLU())), torch.randn(3, 24)
     path = bs.export_onnx(model, x, tmp_path / "m.onnx", opset=opset)
