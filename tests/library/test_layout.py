@@ -266,23 +266,6 @@ def test_refuses_block_sizes(block):
         ([0], [0], 2, "grid: expected a pair"),
         ([0], [0], (2**32, 2**32), "grid: expected fewer than 2"),
     ],
-    ids=[
-        "twice",
-        "twice in order",
-        "row out of range",
-        "negative column",
-        "unequal lengths",
-        "float",
-        "bool",
-        "matrix",
-        "ragged",
-        "uint64",
-        "short grid",
-        "no columns",
-        "float grid",
-        "int grid",
-        "overflowing grid",
-    ],
 )
 def test_refuses_indices(rows, cols, grid, said):
     with pytest.raises(BlockSparseError, match=said):
