@@ -304,40 +304,6 @@ def test_nan_reaches_connected_outputs_only(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", MAIN_FAST)
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda x: x,
-        lambda x: x.to(memory_format=torch.channels_last),
-        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-        lambda x: torch.cat([x, x], 1)[:, 32:],
-        lambda x: torch.cat([x, x], 3)[..., 9:],
-        lambda x: x[:1].expand(2, -1, -1, -1),
-        lambda x: x[:, :, :1, :1].expand(2, 32, 8, 9),
-    ],
-    ids=["contiguous", "channels last", "transposed", "channels apart", "columns apart", "one image", "one pixel"],
-)
-def test_strides(backend, made):
-    with running(backend):
-        layout = bs.patterns.random((24, 32), block_size=8, density=0.5, seed=0)
-        x = made(torch.randn(2, 32, 8, 9))
-        values = torch.randn(layout.nnz, 3, 3, 8, 8).permute(0, 3, 4, 1, 2)  # not contiguous either
-        y = bs.conv2d(x, values, layout, padding=1)
-        expected = F.conv2d(x.double(), bs.to_dense(values, layout).double(), padding=1)
-        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-5)
-
-
-def test_the_output_has_the_memory_format_of_x():
-    layout = bs.patterns.dense((16, 8), block_size=8)
-    x, values = torch.randn(2, 8, 5, 5), torch.randn(*layout.values_shape, 3, 3)
-    assert bs.conv2d(x, values, layout).is_contiguous()
-    last = bs.conv2d(x.to(memory_format=torch.channels_last), values, layout)
-    assert last.is_contiguous(memory_format=torch.channels_last)
-    one = bs.conv2d(torch.randn(2, 8, 3, 3), values, layout)  # a single pixel is both
-    assert one.view(2, 16).shape == (2, 16)
-
-
-@pytest.mark.parametrize("backend", MAIN_FAST)
 def test_without_a_batch(backend):
     with running(backend):
         layout = bs.patterns.dense((16, 8), block_size=8)
@@ -369,31 +335,3 @@ def test_opcheck_on_an_empty_layout_and_no_images():
     nothing = torch.randn(0, 5, 12), torch.randn(0, 4, 4, 3)
     torch.library.opcheck(conv_op, (*nothing, None, *indices(layout), False, False, [3], *steps, None))
     torch.library.opcheck(conv_wgrad_op, (torch.randn(0, 3, 8), nothing[0], *indices(layout), False, [3], *steps))
-
-
-# Other compilers and graphs are tested with the linear op.
-@pytest.mark.usefixtures("any_backend")
-@pytest.mark.parametrize(
-    ("activation", "compiler", "dynamic"),
-    [
-        ("gelu", "aot_eager", False),
-        pytest.param("gelu", "aot_eager", True, marks=pytest.mark.full),  # sizes as symbols take half a minute
-        pytest.param(None, "inductor", True, marks=pytest.mark.full),
-    ],
-)
-def test_compiles_into_one_graph_and_trains_in_it(activation, compiler, dynamic):
-    layout = bs.patterns.random((64, 32), block_size=16, density=0.4, seed=0)
-    values, bias = torch.randn(*layout.values_shape, 3, 3, requires_grad=True), torch.randn(64, requires_grad=True)
-    back = torch.randn(*layout.T.values_shape, 3, 3, requires_grad=True)
-
-    def loss(x):
-        y = bs.conv2d(x, values, layout, bias, stride=2, padding=1, activation=activation)
-        return bs.conv_transpose2d(y, back, layout.T, stride=2).square().mean()
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=compiler)
-    for n in (3, 5) if dynamic else (3,):
-        x = torch.randn(n, 32, 9, 8).to(memory_format=torch.channels_last)
-        plain = torch.autograd.grad(loss(x), (values, bias, back))
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias, back)), plain)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), loss(x))

@@ -279,24 +279,6 @@ def test_opcheck_on_an_empty_layout_and_no_tokens():
 
 
 @pytest.mark.usefixtures("any_backend")
-@pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.full), "gelu"])
-def test_compiles_into_one_graph_and_trains_in_it(activation):
-    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
-    values, bias = torch.randn(layout.values_shape, requires_grad=True), torch.randn(64, requires_grad=True)
-
-    def loss(x):
-        return bs.linear(x, values, layout, bias, activation).square().mean()
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
-    for tokens in (5, 12):
-        x = torch.randn(tokens, 96)
-        plain = torch.autograd.grad(loss(x), (values, bias))
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias)), plain)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), loss(x))
-
-
-@pytest.mark.usefixtures("any_backend")
 def test_a_layout_is_built_from_unknown_index_tensors():
     # As in a graph loaded from a file: index tensors that no layout of this process made.
     layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)

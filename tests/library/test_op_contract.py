@@ -108,7 +108,39 @@ def test_gradients_and_double_gradients_interpreted(op, backend):
     check_gradients(op, backend, "relu" if op == "linear" else None, layout, n=1, seed=0)
 
 
-# -- threads, autocast and forward mode ----------------------------------------------------------------------------
+# -- compilers, threads, autocast and forward mode -----------------------------------------------------------------
+
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("op", "activation", "compiler", "dynamic"),
+    [
+        ("linear", "gelu", "inductor", True),
+        ("conv2d", "gelu", "aot_eager", False),
+        ("conv_transpose2d", None, "aot_eager", False),
+        pytest.param("linear", None, "inductor", True, marks=full),
+        pytest.param("conv2d", "gelu", "aot_eager", True, marks=full),  # sizes as symbols take half a minute
+        pytest.param("conv2d", None, "inductor", True, marks=full),
+        pytest.param("conv_transpose2d", None, "inductor", True, marks=full),
+    ],
+)
+def test_compiles_into_one_graph_and_trains_in_it(op, activation, compiler, dynamic, any_backend):
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
+    _, values, bias = OPS[op].tensors(layout, requires_grad=True)
+
+    def loss(x):
+        return OPS[op].call(x, values, layout, bias, activation=activation).square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=compiler)
+    for n in (5, 12) if dynamic else (3,):
+        x = OPS[op].tensors(layout, n)[0]
+        if x.dim() == 4:
+            x = x.to(memory_format=torch.channels_last)
+        plain = torch.autograd.grad(loss(x), (values, bias))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias)), plain)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), loss(x))
 
 
 @pytest.mark.parametrize("op", ["linear", "conv2d"])

@@ -1,4 +1,4 @@
-"""What the products on layouts refuse: bad input, and direct calls of the ops that would leave their operands."""
+"""Refusals of bad input by the products on layouts, and of direct calls that would read beyond their operands."""
 
 import pytest
 import torch

@@ -101,6 +101,11 @@ def test_conv(backend, name, kernel):
                 return bs.conv1d(layout=layout, padding=kernel // 2, **leaves)
 
             check_every_operand(lambda **given: gradients(run, **given), given)
+            images = {
+                "x": torch.randn(2, layout.shape[1], 4, 3),
+                "values": torch.randn(*layout.values_shape, kernel, 2),
+            }
+            check_every_operand(lambda **given: bs.conv2d(layout=layout, padding=kernel // 2, **given), images)
 
 
 # -- the gates: served where their features lie side by side, refused where not -----------------------------------
