@@ -209,17 +209,13 @@ def test_hooks_of_all_modules_see_their_calls(any_backend):
     assert seen == [mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp]
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
-def test_activations_of_its_layers_count(name, any_backend):
-    mlp, x = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64)
-    mlp.get_submodule(name).activation = "relu"
-    expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-    with torch.no_grad():
-        torch.testing.assert_close(mlp(x), expected)
-
-
-def test_padding(any_backend):
-    mlp, x = bs.nn.GatedMLP(50, 70, density=0.5, block_size=16, bias=True), torch.randn(3, 50)
+@pytest.mark.parametrize(
+    ("sizes", "activated"), [((64, 96), "gate_proj"), ((64, 96), "up_proj"), ((50, 70), None)], ids=str
+)
+def test_padding_and_activations_of_its_layers_count(sizes, activated, any_backend):
+    mlp, x = bs.nn.GatedMLP(*sizes, density=0.5, block_size=16, bias=True), torch.randn(3, sizes[0])
+    if activated:
+        mlp.get_submodule(activated).activation = "relu"
     expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), expected)

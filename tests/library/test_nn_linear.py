@@ -321,15 +321,6 @@ def test_compiled_module_in_inference_mode(fresh_compiler):
     compiled(x).sum().backward()
 
 
-def test_compiled_module_follows_a_new_pattern(fresh_compiler):
-    layer, other = linear(density=0.5), linear(density=0.5)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(5, 48)
-    torch.testing.assert_close(compiled(x), layer(x))
-    layer.load_state_dict(other.state_dict())  # as many blocks as before, in other places
-    torch.testing.assert_close(compiled(x), other(x))
-
-
 LOADS_AND_RUNS = """
 import sys, torch
 import blocksparse
