@@ -21,7 +21,7 @@ MANY = re.compile(r"\bas many(?: as\b| (?:in|of|for|at|by|with|and|or)\b|[.,;:)]
 WORDS = re.compile(
     r"\b(told|tells|outlets?|anew|alike|elsewhere|remembered|wants?|(?:goes|go|went) on|as it lies)\b", re.I
 )
-USER_PAGES = ("README.md", "docs/start/", "docs/how_to/")
+USER_PAGES = ("README.md", "docs/start/", "docs/how_to/", "docs/help/")
 LONGEST_SENTENCE = 30  # words
 # Labels of committed results, from which this page is made, keep their names.
 GENERATED = ("docs/results/prune-charlm.md",)

@@ -24,8 +24,9 @@ PARTS = [".checkpoint", ".convert", ".errors", ".integrations", ".layout", ".mea
 @pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning", "ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(DOCS)))
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    if "import transformers" in page.read_text() or "from transformers" in page.read_text():
-        pytest.importorskip("transformers")
+    for library in ("transformers", "accelerate", "sklearn"):
+        if re.search(rf"^(import|from) {library}\b", page.read_text(), re.MULTILINE):
+            pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     with torch.random.fork_rng([]):
