@@ -21,6 +21,7 @@ copyright = "the authors of blocksparse"
 version = release = blocksparse.__version__
 
 extensions = [
+    "charts",
     "mathml",
     "public",
     "results_table",
