@@ -124,7 +124,7 @@ _H100 = Hardware(
     bandwidth=2.87e12,  # of a copy, measured
     rates=_RATES,
     dense=_DENSE,
-    source="nominal links, assumed latencies, kernels measured on one H100 (docs/results/gpu.md)",
+    source="nominal links, assumed latencies, kernels measured on one H100",
 )
 _H200_SOURCE = _H100.source.replace("links", "links and memory")
 PRESETS = {
