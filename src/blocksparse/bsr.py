@@ -45,5 +45,5 @@ def import_scipy_sparse() -> Any:
     try:
         import scipy.sparse
     except ImportError as error:
-        raise BlockSparseError('This needs scipy: pip install "blocksparse-torch[lab]".') from error
+        raise BlockSparseError("This needs scipy: pip install scipy.") from error
     return scipy.sparse

@@ -20,7 +20,7 @@ def clustering(layout: BlockLayout, level: str = "block") -> float:
         level: "block" (default) or "neuron". Both are exact, by products of the sparse matrix of blocks.
 
     Raises:
-        BlockSparseError: an unknown level; scipy is missing (`pip install blocksparse-torch[lab]`).
+        BlockSparseError: an unknown level; scipy is missing (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> bs.topology.clustering(bs.patterns.watts_strogatz(64, block_size=1, neighbors=4, rewire=0))

@@ -25,7 +25,7 @@ def steps_from(layout: BlockLayout, block: int) -> np.ndarray:
 
     Raises:
         BlockSparseError: a grid that is not square; an index out of range; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> bs.topology.steps_from(bs.BlockLayout([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], 8), 0)
@@ -60,7 +60,7 @@ def steps_to_mix(
     Raises:
         BlockSparseError: a layout that is not square, or has a single unit; some units never reach others, or without
             identity, never all at the same time (the error names the period); fewer than two sources; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> bs.topology.steps_to_mix(bs.patterns.barabasi_albert(576, block_size=1, m=8))

@@ -74,7 +74,7 @@ def nnstd(a: Net, b: Net, *, level: str = "neuron") -> float:
 
     Raises:
         BlockSparseError: different sizes or numbers of layers; layers that do not feed each other; no block-sparse
-            weight; different blocks on level "block"; scipy is missing (`pip install blocksparse-torch[lab]`).
+            weight; different blocks on level "block"; scipy is missing (`pip install scipy`).
 
     >>> import numpy as np, blocksparse as bs
     >>> net = [bs.patterns.random((64, 64), block_size=1, density=0.2, seed=seed) for seed in (0, 1)]

@@ -58,7 +58,7 @@ def path_lengths(layout: BlockLayout, level: str = "block", sources: int | None 
 
     Raises:
         BlockSparseError: fewer than two sources; an unknown level; a graph of a single node; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> found = bs.topology.path_lengths(bs.patterns.banded((5, 5), block_size=1))
@@ -90,7 +90,7 @@ def average_path_length(
     Raises:
         BlockSparseError: the graph is not connected (the error has the number of components and the mean within them),
             or has a single node; fewer than two sources; an unknown level; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> ring = bs.patterns.watts_strogatz(64, block_size=1, neighbors=2, rewire=0)
@@ -123,7 +123,7 @@ def connected_components(layout: BlockLayout, level: str = "block") -> int:
     """Return the number of connected components of the layout's graph; a node without edges counts as one.
 
     Raises:
-        BlockSparseError: an unknown level; scipy is missing (`pip install blocksparse-torch[lab]`).
+        BlockSparseError: an unknown level; scipy is missing (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> bs.topology.connected_components(bs.patterns.block_diagonal((8, 8), block_size=2))

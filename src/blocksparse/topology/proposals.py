@@ -160,7 +160,7 @@ def design(
 
     Raises:
         BlockSparseError: a budget below one block per row or above all blocks; features that are no multiple of the
-            block; an unknown objective; numbers out of range; scipy is missing (`pip install blocksparse-torch[lab]`).
+            block; an unknown objective; numbers out of range; scipy is missing (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> found = bs.topology.design(4096, params=1_200_000, block_size=32, objective="mixing")

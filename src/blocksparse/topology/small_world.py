@@ -65,7 +65,7 @@ def small_world(
 
     Raises:
         BlockSparseError: a graph that is not connected, or has a single node; no reference; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> found = bs.topology.small_world(bs.patterns.watts_strogatz(256, block_size=1, neighbors=8, rewire=0.1))

@@ -28,7 +28,7 @@ def spectral_gap(layout: BlockLayout, level: str = "block") -> float:
 
     Raises:
         BlockSparseError: a graph of a single node; an unknown level; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import blocksparse as bs
     >>> round(bs.topology.spectral_gap(bs.patterns.dense((5, 5), block_size=1)), 6)

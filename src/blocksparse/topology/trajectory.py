@@ -92,7 +92,7 @@ def linkage(distances: np.ndarray) -> np.ndarray:
 
     Raises:
         BlockSparseError: the matrix is not symmetric with zeros on its diagonal; scipy is missing
-            (`pip install blocksparse-torch[lab]`).
+            (`pip install scipy`).
 
     >>> import numpy as np, blocksparse as bs
     >>> bs.topology.linkage(np.array([[0, 0.1, 0.8], [0.1, 0, 0.6], [0.8, 0.6, 0]])).round(2)

@@ -104,4 +104,4 @@ def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
 
 def _missing_matplotlib(error: ImportError) -> BlockSparseError:
     """Return the error that says how to install matplotlib."""
-    return BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[lab]'")
+    return BlockSparseError(f"pictures need matplotlib ({error}): pip install matplotlib")
