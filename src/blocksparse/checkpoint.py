@@ -144,7 +144,7 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
     tensor([1., 1., 1.])
     """
     path = path_of("checkpoint", path)
-    with _file(path) as (file, metadata):
+    with _open(path) as (file, metadata):
         about, sums = parsed(metadata["about"]), parsed(metadata["checksums"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if not isinstance(about, dict) or not isinstance(sums, dict) or sums.keys() != tensors.keys():
@@ -162,7 +162,7 @@ def about(path: str | Path) -> dict[str, Any]:
     Raises:
         BlockSparseError: as `load`, except for damaged tensors, which are not detected.
     """
-    with _file(Path(path)) as (_, metadata):
+    with _open(Path(path)) as (_, metadata):
         description = parsed(metadata["about"])
         if not isinstance(description, dict):
             raise ValueError("its description is not that of a checkpoint")
@@ -330,7 +330,7 @@ def _checksum(data: bytes | memoryview) -> str:
 
 
 @contextmanager
-def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+def _open(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     """Open a checkpoint and yield it with its metadata, after checking its header; errors name the file."""
     try:
         present = path.is_file()

@@ -174,6 +174,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _unzip(archive: Path, folder: Path) -> None:
+    """Unpack a zip archive after checks of its members and sizes."""
     packed = archive.stat().st_size
     with zipfile.ZipFile(archive) as file:
         members = file.infolist()
@@ -187,6 +188,7 @@ def _unzip(archive: Path, folder: Path) -> None:
 
 
 def _untar(archive: Path, folder: Path) -> None:
+    """Unpack a tar archive, gzipped or not; refuse links, and members outside of the folder."""
     packed, total = archive.stat().st_size, 0
     with _stream(archive, gzipped=True) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         for count, member in enumerate(tar, 1):
@@ -213,6 +215,7 @@ def _check_members(archive: Path, count: int) -> None:
 
 
 def _stream(path: Path, gzipped: bool) -> BinaryIO:
+    """Open a regular file for reading; with `gzipped`, decompress it if it is a gzip file."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a zero byte in its name

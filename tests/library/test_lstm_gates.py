@@ -231,16 +231,16 @@ def test_bit_identical_for_any_number_of_threads_and_rows(backend, dtype):
 
 @pytest.mark.skipif(not TRITON, reason="no Triton here")
 def test_launches_are_kept_for_rows_of_equal_starts():
-    from blocksparse.ops.lstm_gates.triton import _launch
+    from blocksparse.ops.lstm_gates.triton import _plan_launch
 
     def run(first):
         part = steps[first : first + 64].view(4, 16)
         lstm_gates.forward(part, None, None, c, h_out=h, c_out=c)
-        return _launch.cache_info().misses
+        return _plan_launch.cache_info().misses
 
     with running("triton"):
         steps, c, h = torch.zeros(256), torch.zeros(4, 4), torch.empty(4, 4)
-        _launch.cache_clear()
+        _plan_launch.cache_clear()
         assert [run(first) for first in (0, 64, 1, 5, 128)] == [1, 1, 2, 2, 2]
 
 

@@ -47,7 +47,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         stored = [state[other] for other in others if other in state]
         if name not in state and stored:
             state[name] = stored[0]
-    layouts = _layouts(model, state)
+    layouts = _layouts_of_state(model, state)
     on_meta = any(own.is_meta for own in (*model.parameters(), *model.buffers()))
     for key, tensor in state.items():
         # PyTorch would notice these only when the model is half loaded.
@@ -99,7 +99,7 @@ def _without_values(model: nn.Module) -> nn.Module:
     return copy_model(model, empties)
 
 
-def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
+def _layouts_of_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
     """Return the layouts in a state by name of the dense weight, after checks."""
     layouts = {}
     weights = {weight.values_name: weight for weight in prunable(model, 1, empty=True)}

@@ -197,12 +197,13 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
         tokens,
         str(parameters[0].device) if parameters else "cpu",
         sum(p.numel() for p in other),
-        sum(_size(p) for p in other),
+        sum(_byte_size(p) for p in other),
         speed_up,
     )
 
 
 def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: Speed) -> Row:
+    """Report a block-sparse weight of `owner`, the module that is called; time it if it runs here."""
     layout, values = module.layout, module.values
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
@@ -213,7 +214,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
         out, in_ = module.weight_shape
         name = f"{name}.weight" if name else "weight"
     shape = (out, in_, *values.shape[3:])
-    size = _size(values) + _size(module.crow_indices) + _size(module.col_indices)
+    size = _byte_size(values) + _byte_size(module.crow_indices) + _byte_size(module.col_indices)
     sizes = values.numel(), size, values.element_size()
     try:
         return _row(name, kind, shape, sizes, layout=layout, speed_up=speed.of_module(owner))
@@ -222,7 +223,8 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
 
 
 def _dense_row(name: str, module: nn.Module, matrix: Tensor, note: str) -> Row:
-    sizes = matrix.numel(), _size(matrix), matrix.element_size()
+    """Report a dense weight with the reason why it is dense."""
+    sizes = matrix.numel(), _byte_size(matrix), matrix.element_size()
     flops = 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else 2
     return _row(name, type(module).__name__, tuple(matrix.shape), sizes, flops, note=note)
 
@@ -247,7 +249,7 @@ def _row(
     return Row(name, kind, shape, *blocks, *numbers, speed_up, note)
 
 
-def _size(tensor: Tensor) -> int:
+def _byte_size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 

@@ -231,6 +231,7 @@ class _Loading:
         return BlockSparseError.expected(str(self.folder), expected, got)
 
     def _read(self) -> None:
+        """Read the layouts, then all tensors and the optimizer's state at once."""
         self.about = self._json("/about") if "/about" in self.sizes else {}
         local = {name: self._layout(name, module) for name, module in self.state.layers.items()}
         rows = {f"{name}.values".removeprefix("."): places for name, (_, places) in local.items()}
@@ -310,6 +311,7 @@ class _Loading:
         return sharded_like(tensor, local, len(rows)) if isinstance(tensor, DTensor) else local
 
     def _read_optimizer_state(self, name: str, parameter: nn.Parameter, rows: np.ndarray | None) -> None:
+        """Read the group of a parameter, and request its state; `rows` are the places of its local rows, if sharded."""
         if f"{name}/group" not in self.sizes:
             raise self._error(f"the optimizer's state of {name}", "none: save it with optimizer=...")
         entry = self._json(f"{name}/group")

@@ -38,16 +38,17 @@ def record_of(module: nn.Module, name: str) -> Any:
         BlockSparseError: a DTensor that `fully_shard` did not make, an unsupported version of PyTorch, or a parameter
             that is gathered now.
     """
-    record = _find(module, name)
+    record = _find_record(module, name)
     if record is not None:
-        return _checked(record, name)
+        return _check_record(record, name)
     if is_dtensor(module._parameters.get(name)):
         expected = "a plain tensor, or one that torch.distributed.fsdp.fully_shard has sharded"
         raise BlockSparseError.expected(name, expected, f"another DTensor (PyTorch {torch.__version__})")
     return None
 
 
-def _find(module: nn.Module, name: str) -> Any:
+def _find_record(module: nn.Module, name: str) -> Any:
+    """Return FSDP2's record of a parameter of this module, or None."""
     for hook in module._load_state_dict_post_hooks.values():
         # The only way from a module to the record is the hook after loading that `fully_shard` gives each such module.
         for cell in getattr(hook, "__closure__", None) or ():
@@ -58,7 +59,8 @@ def _find(module: nn.Module, name: str) -> Any:
     return None
 
 
-def _checked(record: Any, name: str) -> Any:
+def _check_record(record: Any, name: str) -> Any:
+    """Return FSDP2's record after a check that it has the attributes used here and that its parameter is sharded."""
     missing = [key for key in _NEEDED if not hasattr(record, key)]
     if missing:
         raise BlockSparseError(
@@ -84,6 +86,7 @@ def replace_shard(record: Any, local: Tensor, rows: int) -> None:
 
 
 def _resize(record: Any, parameter: Any, local: Tensor, rows: int) -> None:
+    """Make FSDP2 use `local` as this rank's shard of the parameter, which now has `rows` rows in all."""
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     # An all-gather needs equal sizes, so shorter shards are padded.
     padded = local.new_zeros(-(-rows // mesh.size(placements.index(record.fsdp_placement))), *local.shape[1:])
@@ -122,7 +125,7 @@ def leave_out_if_empty(module: nn.Module) -> None:
     values: Any = module._parameters["values"]
     if values.numel() or not values.requires_grad or hasattr(values, "left_out"):
         return
-    if (record := _find(module, "values")) is not None:
+    if (record := _find_record(module, "values")) is not None:
         values.left_out = True
         values.register_post_accumulate_grad_hook(partial(_leave_out, record))
 

@@ -136,13 +136,14 @@ class _PieceExchange:
         for begin in range(0, shape[0], step) if width else ():
             size = min(step, shape[0] - begin)
             try:
-                piece = self._piece(name, chunk, begin, torch.Size([size, *shape[1:]]))
+                piece = self._exchange_piece(name, chunk, begin, torch.Size([size, *shape[1:]]))
             except BlockSparseError as error:
                 self.stopped = error
                 raise
             yield piece
 
-    def _piece(self, name: str, chunk: LocalChunk, begin: int, shape: torch.Size) -> Tensor:
+    def _exchange_piece(self, name: str, chunk: LocalChunk, begin: int, shape: torch.Size) -> Tensor:
+        """Return the whole piece on rank 0, from its own rows and those of other ranks, which return what they send."""
         rows, mine, failure = np.arange(0), torch.empty(0), ""
         if self.senders[name] == [MASTER]:  # no messages: the next `agree` reports a failure of rank 0
             return chunk.between(begin, begin + shape[0])[1] if self.rank == MASTER else mine

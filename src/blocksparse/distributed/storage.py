@@ -64,6 +64,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, name: str, chunk: LocalChunk) -> list[WriteItem]:
+        """List the pieces of a chunk to write, and keep their tensors in `pieces`."""
         items = []
         step = max(1, PIECE_BYTES // max(1, chunk.local[:1].nbytes))
         properties = TensorProperties.create_from_tensor(chunk.local)
@@ -189,6 +190,7 @@ class RowLoadPlanner(DefaultLoadPlanner):
         return LoadPlan([*plan.items, *(item for name in self.requests for item in self._items(name))])
 
     def _items(self, name: str) -> list[ReadItem]:
+        """List what to read of each stored piece: its rows from the first to the last requested one."""
         stored: Any = self.stored.state_dict_metadata[name]
         request, items = self.requests[name], []
         for chunk in stored.chunks:

@@ -34,6 +34,7 @@ def _register() -> Any:
 
 
 def _attach_to_transformers(model: nn.Module) -> None:
+    """Make transformers' models save and load the block-sparse modules that a model now has."""
     kind = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     if kind is not None and any(isinstance(module, kind) for module in model.modules()):
         ours = _register()

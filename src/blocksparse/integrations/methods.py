@@ -51,11 +51,11 @@ class Methods:
                 if not method.finished:
                     method.use_optimizer(optimizer)
         else:
-            self._make(model, optimizer)
+            self._make_methods(model, optimizer)
         # Registered after the methods' own hooks, so that these see the update first.
         self._hook = optimizer.register_step_post_hook(self._after_update)
 
-    def _make(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def _make_methods(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Set the methods for a new model, after checks."""
         fixed = [type(each).__name__ for each in self.sources if isinstance(each, TrainingMethod)]
         if self.model is not None and fixed:
@@ -93,6 +93,7 @@ class Methods:
                 (penalty() * loss_scale).backward()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Step every method after an update of the optimizer that was not skipped."""
         if was_skipped(optimizer):
             return
         for method in self.methods:

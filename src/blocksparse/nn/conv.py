@@ -49,6 +49,7 @@ class ConvolutionCall(LayoutModule):
         return super()._apply(apply_flat, recurse)
 
     def _convolve(self, x: Tensor, bias: Tensor | None, activation: str | None, **steps: Any) -> Tensor:
+        """Pad x and bias to the layout's channels, convolve, and cut off the outputs of padding."""
         out_channels, in_channels = self.layout.shape
         if in_channels != self.in_channels:
             x = F.pad(x, [0, 0] * self.axes + [0, in_channels - self.in_channels])
@@ -269,6 +270,7 @@ class _ConvTranspose(Convolution):
         return self._convolve(x, bias, activation, padding=self.padding, output_padding=more, gate=gate)
 
     def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
+        """Return the padding that gives outputs of this size, as torch.nn.ConvTranspose2d does."""
         expected = tuple(output_size)[-self.axes :]
         axes = zip(x.shape[-self.axes :], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)
         least = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in axes)

@@ -80,7 +80,7 @@ class DenseWeight(Tensor):
         in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         written = (args, kwargs) if kwargs.get("inplace") or kwargs.get("max_norm") is not None else kwargs.get("out")
         if any(isinstance(tensor, DenseWeight) for tensor in tree_iter(first if in_place else written)):
-            raise _read_only(name)
+            raise _read_only_error(name)
         made: list[Tensor] = []
 
         def dense(weight: DenseWeight) -> Tensor:
@@ -98,7 +98,7 @@ class DenseWeight(Tensor):
         kwargs = kwargs or {}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and any(isinstance(each, DenseWeight) for each in tree_iter(value)):
-                raise _read_only(func)
+                raise _read_only_error(func)
         args, kwargs = tree_map_only(DenseWeight, lambda weight: weight._make().detach(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -118,7 +118,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not _is_wrapped(tensor)
 
 
-def _read_only(what: Any) -> BlockSparseError:
+def _read_only_error(what: Any) -> BlockSparseError:
+    """Return the error for a write to `weight`, which is computed from `values`."""
     expected = (
         "no write to it or its gradient, which are computed from `values` and their gradient: "
         "write to that parameter (blocksparse.from_dense makes its values); to merge adapters, "

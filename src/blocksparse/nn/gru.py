@@ -28,6 +28,7 @@ class HiddenOnly(Recurrent):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
+        """Run one layer in one direction; see `Recurrent._run`."""
         (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
         biases = [getattr(self, f"bias_{name}{suffix}") if self.bias else None for name in ("ih", "hh")]
         x, h, input_weight, weight, *biases = cast(x, h, input_weight, weight, *biases)

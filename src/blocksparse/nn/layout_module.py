@@ -52,7 +52,7 @@ class LayoutModule(nn.Module):
     def __init__(self, layout: BlockLayout):
         super().__init__()
         self._layout = layout
-        self._id = _register(self)
+        self._id = _assign_id(self)
 
     def reset_layout_buffers(self, device: torch.device | None = None) -> None:
         """Register new index buffers of the module's layout, by default on the device of the old ones."""
@@ -137,7 +137,7 @@ class LayoutModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._id = _register(self)  # a copy needs an id of its own
+        self._id = _assign_id(self)  # a copy needs an id of its own
         self._checked = None  # the buffers of a copy made in inference mode have no version counters
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -156,6 +156,7 @@ class LayoutModule(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
+        """Adopt the layout in the state, then load the tensors; errors are collected as PyTorch does."""
         try:
             entries = {name: state_dict.get(prefix + name) for name in self._state_names}
             loaded = {name: tensor for name, tensor in entries.items() if tensor is not None}
@@ -237,7 +238,7 @@ _modules_by_id: weakref.WeakValueDictionary[int, LayoutModule] = weakref.WeakVal
 _ids = itertools.count()
 
 
-def _register(module: LayoutModule) -> int:
+def _assign_id(module: LayoutModule) -> int:
     """Give a module an id."""
     number = next(_ids)
     _modules_by_id[number] = module

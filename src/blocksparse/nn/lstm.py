@@ -167,6 +167,7 @@ class LSTM(Recurrent):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
+        """Run one layer in one direction; see `Recurrent._run`."""
         bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}") if self.bias else None
         pairs = self._weights(suffix, "ih", "hh", *(["hr"] if self.proj_size else []))
         (input_weight, *weights), (input_layout, layout, *projections) = zip(*pairs, strict=True)

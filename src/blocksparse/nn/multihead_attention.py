@@ -100,6 +100,7 @@ class MultiheadAttention(MultiWeightModule):
         self.reset_parameters()
 
     def _build(self, layout: BlockLayout | None) -> None:
+        """Add the weights of query, key and value, stacked in one if their inputs have one size."""
         size = Size(self.embed_dim, self.embed_dim)
         if self.kdim == self.vdim == self.embed_dim:
             parts = {"in_proj_weight": (3, size)}
@@ -115,6 +116,7 @@ class MultiheadAttention(MultiWeightModule):
                 setattr(self, name, None)
 
     def _output(self, bias: bool, layout: BlockLayout | None) -> nn.Module:
+        """Return the output layer, dense if it has neither a layout nor a density."""
         of_one = layout is not None and layout.shape[0] == padded_to(self.embed_dim, layout.block_shape[0])
         layout = self._layouts.pop("out_proj.weight", layout if of_one else None)
         if layout is None and self._density is None:
@@ -204,6 +206,7 @@ class MultiheadAttention(MultiWeightModule):
         return query.dim() == 3
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Return the projections of query, key and value; equal inputs share a product."""
         bias = self.in_proj_bias
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         if self.in_proj_weight is None:

@@ -105,6 +105,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
+        """Run one layer in one direction; see `Recurrent._run`."""
         bias = getattr(self, f"bias{suffix}") if self.bias else None
         pairs = self._weights(suffix, "ih", "im", "mh", "hm")
         weights, layouts = zip(*pairs, strict=True)

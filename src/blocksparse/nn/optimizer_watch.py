@@ -63,6 +63,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Check the states of parameters whose layouts changed, and call what waits for the optimizer's next step."""
     if is_dynamo_compiling():  # a compiled step sees no changes of layouts
         return
     if not _stepped.get(optimizer):
@@ -82,6 +83,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Record that an optimizer has stepped, and watch its later loads of a state."""
     if is_dynamo_compiling():
         return
     # Wrappers that skip the constructor of their base class have no hooks.
@@ -95,6 +97,7 @@ def _after_loading(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_stale_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    """Raise a BlockSparseError if the optimizer's state still belongs to the blocks of an earlier layout."""
     versions = {id(each): version for ref, version in _stale[parameter] if (each := ref()) is not None}
     if not versions:
         del _stale[parameter]

@@ -122,6 +122,7 @@ class Recurrent(MultiWeightModule):
     def _add_cell(
         self, layer: int, direction: int, layout: BlockLayout | None, input_layout: BlockLayout | None
     ) -> None:
+        """Add the parameters of one layer in one direction."""
         size = self._output.real * self.directions if layer else self.input_size
         inputs, suffix = Size(size, size), self._suffix(layer, direction)
         layout_of_inputs = input_layout or layout_if_fitting(layout, self._input_units, inputs, self.gates)
@@ -155,6 +156,7 @@ class Recurrent(MultiWeightModule):
             self._draw_weights()
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
+        """Draw a parameter uniformly within `bound`, with zeros in the padding."""
         out, in_ = self.size_of(name)
         used = out.used(len(parameter)).to(parameter.device)
         parameter.uniform_(-bound, bound)

@@ -116,6 +116,7 @@ class SmallWorldLSTM(Recurrent):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
+        """Run one layer in one direction; see `Recurrent._run`."""
         inputs = []
         for name in _INPUTS:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")

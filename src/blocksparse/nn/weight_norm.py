@@ -130,6 +130,7 @@ class WeightNorm(Normed, nn.Module):
         return 1 if isinstance(self.module, _DenseTransposed) else 0
 
     def _norms(self) -> Tensor:
+        """Return the norms of the rows of the module's weight, without gradients."""
         if isinstance(self.module, BlockSparseModule):
             values = self.module.values.detach()
             return norms(values, self.module.layout).to(values.dtype)

@@ -79,6 +79,7 @@ def _per_block(gate: Tensor, values: Tensor) -> Tensor:
 
 
 def _check(values: Tensor, layout: BlockLayout, gate: Tensor) -> None:
+    """Check that values and gate fit the layout and each other."""
     layout.check_values(values)
     if tuple(gate.shape) != (layout.nnz,):
         raise BlockSparseError.expected("gate", f"[{layout.nnz}] for {layout!r}", list(gate.shape))

@@ -120,7 +120,7 @@ def _chosen() -> str:
     """Return the instruction set of the environment variable, or the best one of this CPU."""
     name = os.environ.get(ISA_VARIABLE)
     if name:
-        return _checked(name, f"environment variable {ISA_VARIABLE}")
+        return _check_isa(name, f"environment variable {ISA_VARIABLE}")
     return [name for name, here in isas().items() if here and not name.endswith("_emulated")][-1]
 
 
@@ -128,14 +128,14 @@ def _chosen() -> str:
 def use_isa(name: str) -> Iterator[None]:
     """Run the CPU kernels of the whole process with this instruction set inside the `with`, for tests."""
     key = object()
-    _forced[key] = _checked(name, "isa")
+    _forced[key] = _check_isa(name, "isa")
     try:
         yield
     finally:
         del _forced[key]
 
 
-def _checked(name: str, subject: str) -> str:
+def _check_isa(name: str, subject: str) -> str:
     """Check that this CPU has an instruction set, and return its name."""
     here = [isa for isa, present in isas().items() if present]
     if name not in here:
@@ -189,6 +189,7 @@ def address_or_zero(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _pointer(name: str, tensor: Tensor) -> int:
+    """Return the address of a tensor's first element; refuse a freed storage."""
     pointer = tensor.data_ptr()
     # PyTorch's address of a freed storage is 0, and that of a view of it the view's offset.
     if pointer == tensor.storage_offset() * tensor.element_size() and tensor.numel():

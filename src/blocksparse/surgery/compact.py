@@ -75,6 +75,7 @@ def compact(
 
 
 def _check(first: Linear, second: Linear, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that the second layer can follow the first, and that the optimizer can follow their blocks."""
     for name, layer in (("first", first), ("second", second)):
         if not isinstance(layer, Linear):
             raise BlockSparseError.expected(name, "a bs.nn.Linear", type(layer).__name__)

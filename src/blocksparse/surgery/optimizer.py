@@ -222,6 +222,7 @@ def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
 
 
 def _convert_state(state: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return the state of a parameter of this shape, with each tensor per weight converted."""
     new = {}
     for name, each in state.items():
         axis = averaged_axis(name, each, shape)

@@ -119,6 +119,7 @@ class AxisSharding:
         return x.index_select(dim, torch.from_numpy(self.local_indices).to(x.device))
 
     def _all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the whole axis `dim` from the shards of all ranks, without autograd."""
         x, sizes = x.movedim(dim, 0), self.sizes
         if missing := max(sizes) - x.shape[0]:  # gloo needs tensors of one size
             x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
@@ -130,6 +131,7 @@ class AxisSharding:
         return whole.movedim(0, dim).contiguous()
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard along `dim` of the sum over all ranks, without autograd."""
         x = x.movedim(dim, 0)
         if self._order is not None:
             x = x.index_select(0, self._order.to(x.device))

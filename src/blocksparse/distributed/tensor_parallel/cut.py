@@ -43,7 +43,7 @@ class Cut:
         >>> Cut.even(160, 32, 2)
         Cut(features=160, unit=32, parts=((0, 1, 2), (3, 4)))
         """
-        units = np.array_split(np.arange(_units(features, unit, ranks)), ranks)
+        units = np.array_split(np.arange(_count_units(features, unit, ranks)), ranks)
         return cls(features, unit, tuple(tuple(part.tolist()) for part in units))
 
     @classmethod
@@ -64,7 +64,7 @@ class Cut:
         >>> Cut.balanced(6, 1, 2, np.array([[9, 5, 4, 3, 2, 1]]), in_order=True).parts
         ((0, 1), (2, 3, 4, 5))
         """
-        units = _units(features, unit, ranks)
+        units = _count_units(features, unit, ranks)
         # A unit without blocks still has activations: the small weight makes the parts of an empty layout even.
         fractions = stored / np.maximum(stored.sum(1, keepdims=True), 1)
         loads = np.vstack([fractions, np.full(units, 1e-3 / units)])
@@ -96,7 +96,8 @@ class Cut:
         return np.unique(self.features_of(rank, features) // block)
 
 
-def _units(features: int, unit: int, ranks: int) -> int:
+def _count_units(features: int, unit: int, ranks: int) -> int:
+    """Return how many units of `unit` features there are, after a check that each rank gets one."""
     units = math.ceil(features / unit)
     if units < ranks:
         expected = f"at least {ranks}, one for each process"

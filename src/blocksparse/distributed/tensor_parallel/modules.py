@@ -207,6 +207,7 @@ class ColwiseLSTM:
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
+        """Run one layer in one direction; see `Recurrent._run`."""
         module: Any = self
         units, group = self.units, self.sharding.group
         (input_weight, input_layout), (weight, layout) = module._weights(suffix, "ih", "hh")

@@ -101,6 +101,7 @@ class _BlockSparseStyle(ParallelStyle):
         return new
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Cut the module over the mesh, in place; torch.distributed's `parallelize_module` calls this."""
         options: Any = {
             "input_layouts": self.input,
             "output_layouts": self.output,
@@ -158,6 +159,7 @@ class _BlockSparseStyle(ParallelStyle):
             raise BlockSparseError.expected("use_local_output", expected, False)
 
     def _warn_if_uneven(self, layer: ShardableLayer | ShardableLSTM, cut: Cut) -> None:
+        """Warn, on rank 0, if one process gets a much larger share of the blocks than the others."""
         stored = layer.stored_per_unit(cut.unit).sum(0)
         fraction = max(stored[list(part)].sum() for part in cut.parts) / max(stored.sum(), 1)
         if fraction * cut.ranks > MAX_IMBALANCE and dist.get_rank() == 0:

@@ -78,6 +78,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of the op's arguments; differentiable if gradients are enabled."""
     q, k, v, *indices = ctx.saved_tensors
     if torch.is_grad_enabled():
         grads = _differentiable(q, k, v, grad, _layouts(indices, ctx.rest[0]), *ctx.rest[1:])

@@ -24,6 +24,7 @@ def backward(grad: Tensor, x: Tensor, scale: float, seed: int, least: int) -> Te
 
 
 def _call(x: Tensor, grad: Tensor | None, to: Tensor, scale: float, seed: int, least: int) -> None:
+    """Write the outputs for x to `to`; with `grad`, write the gradient of x."""
     (rows, features), dtype = x.shape, x.dtype
     one, both = (rows, features), (rows, 2 * features)
     cpu_core.core().concat_elu(

@@ -121,6 +121,8 @@ def _cut(run: Run, out_step: int, in_step: int) -> list[Run]:
 
 
 def _as_arrays(pieces: Sequence[Run], out_step: int, in_step: int) -> Runs:
+    """Store runs of output positions and their taps as flat int64 arrays for the C++ core."""
+
     def vector(numbers: Iterable[int]) -> np.ndarray:
         return np.array(list(numbers), dtype=np.int64)
 

@@ -387,6 +387,7 @@ def _schedule(
     last: tuple[int, int, int],
     transposed: bool,
 ) -> list[Tensor]:
+    """Return the tasks of all passes as tensors, for a compiled graph that holds them."""
     check_layout_fits(layout)
     of_rows = *_tasks(layout, False, device), *_tasks(layout, True, device)
     rows = layout.T if transposed else layout

@@ -42,6 +42,7 @@ def drawn(count: int, seed: int) -> np.ndarray:
 
 
 def _streams(parts: np.ndarray, seed: int) -> np.ndarray:
+    """Return the random uint16 numbers of these parts of a tensor, from generators (sfc64) of each part."""
     b = (parts[:, None] * LANES + np.arange(LANES)).astype(np.uint64)
     a, c, counter = np.full_like(b, seed), np.zeros_like(b), np.uint64(1)
     words = np.empty((len(parts), PART // (4 * LANES), LANES), dtype="<u8")

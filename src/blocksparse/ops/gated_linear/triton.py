@@ -38,13 +38,14 @@ def gated_linear(
         kind,
         x,
         (gate, up, gate_bias, up_bias, y),
-        lambda: [_launch(x, y, gate_layout, up_layout, activation)],
+        lambda: [_plan_launch(x, y, gate_layout, up_layout, activation)],
     )
     launch(x, gate, up, gate_bias, up_bias, y)
     return y
 
 
-def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation: str | None) -> Launch:
+def _plan_launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation: str | None) -> Launch:
+    """Plan the kernel's launch for tensors of these shapes and strides."""
     from . import kernels
 
     tokens, (height, width) = x.shape[0], gate.block_shape

@@ -68,6 +68,7 @@ def _installed() -> bool:
 
 @lru_cache
 def _refusal_of_gpu(index: int | None) -> str | None:
+    """Return why Triton's kernels cannot run on this GPU, or None."""
     if not _installed():
         return _MISSING
     capability = torch.cuda.get_device_capability(index)
@@ -157,6 +158,7 @@ class Launch:
             self._launch(*tensors)
 
     def _launch(self, *tensors: Tensor | None) -> None:
+        """Launch the kernel: by the compiled one if there is one, else by Triton, which compiles it."""
         if self.compiled is not None:
             addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())

@@ -72,6 +72,7 @@ _schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
+    """Make the tables of tasks of all three products on the device."""
     check_layout_fits(layout)
     gpu = gpu_of(device)
     forward, dgrad = (
@@ -230,6 +231,7 @@ def _launch_key(
 def _linear_launches(
     x: Tensor, y: Tensor, layout: BlockLayout | TracedLayout, transpose: bool, activation: str | None
 ) -> list[Launch]:
+    """Plan the launches of a product: the kernel, and a sum for rows that were cut in parts."""
     from . import kernels
 
     tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
@@ -253,6 +255,7 @@ def _linear_launches(
 
 
 def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> Launch:
+    """Plan the launch of the gradient of values."""
     from . import kernels
 
     tasks, col = _schedule_of(layout, x)[8:]

@@ -73,14 +73,15 @@ def _run(
         return
     # Triton compiles for the presence of each tensor, and for addresses that are multiples of 16 bytes or not.
     kinds = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors])
-    _launch(pass_, dtype, device, shape, strides, kinds)(*tensors)
+    _plan_launch(pass_, dtype, device, shape, strides, kinds)(*tensors)
 
 
 @lru_cache(maxsize=MAX_LAUNCHES)
-def _launch(
+def _plan_launch(
     pass_: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], strides: tuple[int, ...],
     kinds: tuple[bool | None, ...],
 ) -> Launch:  # fmt: skip
+    """Plan the launch of a pass; `kinds`, a key of the cache, says which tensors are there and aligned."""
     from ..gpu.device import DTYPES
     from . import kernels
 

@@ -74,11 +74,12 @@ class FusedGates:
         if entry is None:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
-            entry = self._launches[key] = self._launch(pass_, *tensors)
+            entry = self._launches[key] = self._plan_launch(pass_, *tensors)
             keep_for_stream(x.device, *entry[0].arguments)
         return entry
 
-    def _launch(self, pass_: str, *tensors: Any) -> tuple[Launch, int]:
+    def _plan_launch(self, pass_: str, *tensors: Any) -> tuple[Launch, int]:
+        """Plan the launch of a pass on these tensors; return it with the number of sums of each program."""
         from . import kernels
 
         n, gate, names = len(tensors[0]), self._gate, TENSORS[pass_]

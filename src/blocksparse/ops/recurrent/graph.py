@@ -53,6 +53,7 @@ def _scan(tensors: Sequence[Tensor], given: Sequence[bool], *pattern: Any) -> li
 
 
 def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    """Return the gradients that are needed; the forward pass is computed again."""
     *pattern, grads, needed = arguments
     recurrence, inputs, next_needed = _recurrence(*pattern), _with_none(tensors, given), iter(needed)
     needs = [each and next(next_needed) for each in given]
@@ -69,6 +70,7 @@ def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments:
 def _scan_meta(
     tensors: Any, given: Any, indices: Any, of_layouts: Any, kind: str, number: Any, batch: Any, sizes: Any, _: bool
 ) -> list[Tensor]:
+    """Return empty results of the right shapes, for graphs."""
     inputs: Any = _with_none(tensors, given)
     states = [inputs[i] for i in KINDS[kind].states]
     rows = sum(sizes) if sizes else number * batch
@@ -87,6 +89,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the gradients of the op's arguments by the op `scan_backward`."""
     saved = ctx.saved_tensors
     tensors, indices, needed = list(saved[: ctx.count]), list(saved[ctx.count :]), list(ctx.needs_input_grad[0])
     results = iter(torch.ops.blocksparse.scan_backward(tensors, ctx.given, indices, *ctx.pattern, list(grads), needed))

@@ -91,6 +91,7 @@ class GatedPruner(DensePruner):
                 self.optimizer.state.pop(parameter, None)
 
     def _check_unfinished(self, call: str) -> None:
+        """Raise a BlockSparseError also if the gates were removed."""
         super()._check_unfinished(call)
         if self._settled and call != "finish":
             raise BlockSparseError(

@@ -53,16 +53,16 @@ class SGD(torch.optim.Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 2e-4,
     ):
-        super().__init__(params, _checked({"lr": lr, "momentum": momentum, "weight_decay": weight_decay}))
+        super().__init__(params, _check_rates({"lr": lr, "momentum": momentum, "weight_decay": weight_decay}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _checked({**self.defaults, **param_group})
+        _check_rates({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. `step` compares momenta with parameters, since these may be loaded later."""
         for group in state_dict.get("param_groups", ()):
-            _checked(group)
+            _check_rates(group)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -97,6 +97,6 @@ class SGD(torch.optim.Optimizer):
 _UPPER_BOUNDS = {"lr": math.inf, "momentum": 1, "weight_decay": 1}
 
 
-def _checked(rates: dict[str, Any]) -> dict[str, float]:
+def _check_rates(rates: dict[str, Any]) -> dict[str, float]:
     """Return lr, momentum and weight_decay of a group; raise a BlockSparseError if one is missing or out of range."""
     return {name: number(name, rates.get(name), 0, bound) for name, bound in _UPPER_BOUNDS.items()}
