@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import warnings
 from collections import Counter
@@ -207,27 +208,42 @@ def gradient_product(parameter: Tensor) -> tuple[float, float] | None:
     return float((grad * value).sum()), float(grad.norm() * value.norm())
 
 
-HEAD = ("family", "model", "taken", "left dense, with the reason", "error", "gradients", "")
-CAPTION = """# Families of models, made block-sparse
+HEAD = ("family", "model", "block-sparse weights", "weights left dense", "error", "correct gradients", "result")
+CAPTION = """# Families of models
 
-`python benchmarks/families.py` with {versions}:
-{tried} families, small models with random weights, of which {passed} pass. Of each weight half of the
-blocks of {block} x {block} stay; then the outputs are those of the densified model to a relative error of
-{bound:g} at most, and each block-sparse weight gets the
-gradient that the dense one gets. Weights that are left dense have a reason; `bs.report` gives it by name.
-RWKV has `rescale_every=0`: else it divides its weights in place for inference, which raises an error here."""
+{tried} families were tried, and {passed} pass. Each is a small model with random weights, made block-sparse at density
+{density:g} in blocks of {block} x {block}. A family passes if its outputs equal those of the densified model to a
+relative error of {bound:g}, and if every block-sparse weight gets the gradient of the dense one.
+
+Embeddings are looked up and not multiplied, so they stay dense. "Other modules" and "3-D weights" belong to classes
+that the library does not know. `bs.report` gives the reason for each weight. RWKV needs `rescale_every=0`, because it
+would divide its weights in place.
+
+`python benchmarks/families.py` makes this table, here with {versions}."""
+# Kinds of weights that stay dense, by a pattern of their reason.
+KINDS = {
+    ".*looked up": "embeddings",
+    ".*stack of weights": "3-D weights",
+    ".*no block-sparse counterpart|Linear may": "other modules",
+    "[0-9]+ groups": "grouped convolutions",
+    "tied to": "tied weights",
+    "an adapter": "adapters",
+}
 
 
 def describe(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """Return a caption, and a table with a row for each family."""
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
     tried, passed = sum(not row.refused for row in rows), sum(row.passed for row in rows)
-    caption = CAPTION.format(versions=versions, tried=tried, passed=passed, block=BLOCK, bound=BOUND)
+    caption = CAPTION.format(versions=versions, tried=tried, passed=passed, density=DENSITY, block=BLOCK, bound=BOUND)
     return caption, report.markdown(HEAD, [_cells(row) for row in rows], text=len(HEAD))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    left = "; ".join(f"{count}: {reason}" for reason, count in (row.left or {}).items())
+    kinds: Counter[str] = Counter()
+    for reason, count in (row.left or {}).items():
+        kinds[next((kind for words, kind in KINDS.items() if re.match(words, reason)), reason)] += count
+    left = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
     verdict = row.failed or row.refused or ("passes" if row.passed else "FAILS")
     error, gradients = (f"{row.error:.1e}", f"{row.gradients} of {row.taken}") if row.taken else ("", "")
     return row.name, row.model, f"{row.taken}", left, error, gradients, verdict

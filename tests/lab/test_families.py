@@ -127,7 +127,7 @@ def test_run_resumes(families, monkeypatch, tmp_path):
     rows = json.loads((tmp_path / "families.json").read_text())["families"]
     assert [row["name"] for row in rows] == ["bert", "llama"]
     table = (tmp_path / "families.md").read_text()
-    assert "| bert | M | 2 | 1: a reason | 0.0e+00 | 2 of 2 | passes |" in table
+    assert "| bert | M | 2 | a reason (1) | 0.0e+00 | 2 of 2 | passes |" in table
     assert "FAILS" in table
     with pytest.raises(SystemExit, match="--only: expected names out of bert, llama, got x"):
         run("--only", "x")
