@@ -12,13 +12,32 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import results_table  # noqa: E402
 
-NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
+NUMBER = r"[+-]?\d+(?:,\d{3})*(?:\.\d+)?"
 UNITS = r"(?:times|points|bits|seconds|GiB)\b|%"
-SETTINGS = {"7 to 9 times", "10 %", "1 %", "a tenth", "3 and 55 points", "38 %", "27 %"}  # ranges, and nothing measured
+# Ends of phrases with numbers that are settings, ranges, or results of other tests.
+SETTINGS = {
+    "7 to 9 times",
+    "10 %",
+    "1 %",
+    "38 %",
+    "27 %",
+    "95 %",
+    "8 bits",
+    "LSTM of 2.7 times",
+    "less than 5 points",
+    "2.08 to 2.22 times",
+}
 QUOTED = tomllib.loads((ROOT / "docs/quoted_figures.toml").read_text())
 ANSWERS = QUOTED.pop("answers")["differences"]
 RESULTS = ROOT / "docs/results"
-TOPICS = ("index", "text", "images", "sparse_training", "pruning")  # pages whose prose has measured figures
+TOPICS = ("index", "text", "images", "sparse_training", "pruning")
+PROSE = ["README.md", *(f"docs/results/{topic}.md" for topic in TOPICS)]  # pages whose prose quotes measured figures
+PROSE += [
+    f"docs/{path.parent.name}/{path.name}"
+    for part in ("start", "how_to")
+    for path in (ROOT / "docs" / part).glob("*.md")
+]
+PROSE.remove("docs/how_to/gpu_tuning.md")  # predictions
 PAGES = sorted(
     page for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if results_table.blocks(page.read_text())
 )
@@ -81,12 +100,15 @@ def test_quoted_figures_are_those_of_the_results(page, words):
     assert rounds_to(figure, cell(*QUOTED[page][words])), cell(*QUOTED[page][words])
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/results/{topic}.md" for topic in TOPICS)])
+@pytest.mark.parametrize("page", sorted(PROSE))
 def test_every_measured_figure_is_listed(page):
     text = re.sub(r"- Published: .*?(?= - |$)", "", page_text(ROOT / page))  # figures of others
-    for words in [*QUOTED.get(page, ()), *SETTINGS]:
-        text = text.replace(words, "")
-    assert re.findall(rf".{{20}}{NUMBER} (?:{UNITS}).{{9}}", text) == []
+    listed = {text.index(words) + len(words) for words in QUOTED.get(page, ())}
+    figures = re.finditer(rf"({NUMBER}(?: ± {NUMBER})?) (?:{UNITS})", text)
+    unlisted = [figure for figure in figures if figure.end(1) not in listed]
+    assert [
+        text[max(0, f.start() - 30) : f.end()] for f in unlisted if not text[: f.end()].endswith((*SETTINGS,))
+    ] == []
 
 
 @pytest.mark.parametrize(("page", "heading", "words", "expected", "name", "row", "column", "winning_sign"), ANSWERS)
