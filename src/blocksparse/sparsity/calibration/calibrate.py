@@ -43,7 +43,7 @@ def collect_batches(batches: Batches) -> list[Any]:
     check_batches(batches)
     collected, samples, size = [], 0, 0
     for batch in batches:
-        tensors = [each for each in _values(batch) if isinstance(each, Tensor)]
+        tensors = [each for each in values_of(batch) if isinstance(each, Tensor)]
         collected.append(batch)
         samples += max((len(each) for each in tensors if each.dim()), default=1)
         size += sum(each.numel() * each.element_size() for each in tensors)
@@ -63,21 +63,21 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
     """
     check_batches(batches)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    max_args = _count_positional(model)
+    max_args = count_positional(model)
     hooks = [module.register_forward_pre_hook(_hook_of(observer), with_kwargs=True) for module in modules]
     empty = True
     try:
         with _evaluating(model):
             for batch in batches:
                 empty = False
-                args, kwargs = _arguments(batch, max_args, device)
+                args, kwargs = arguments_of(batch, max_args, device)
                 try:
                     model(*args, **kwargs)
                 except (SkipBatch, BlockSparseError) as stop:
                     if isinstance(stop, BlockSparseError):
                         raise
                 except Exception as error:
-                    raise _failure(model, batch, error) from error
+                    raise batch_error(model, batch, error) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -100,12 +100,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _values(batch: Any) -> Iterable[Any]:
+def values_of(batch: Any) -> Iterable[Any]:
     """Return the values of a mapping or sequence; a tensor is its only value."""
     return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
 
 
-def _arguments(batch: Any, max_args: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def arguments_of(batch: Any, max_args: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments that a batch holds, on the device."""
 
     def move(each: Any) -> Any:
@@ -115,10 +115,10 @@ def _arguments(batch: Any, max_args: int | None, device: torch.device) -> tuple[
         return [], {name: move(each) for name, each in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "batch_sizes"):  # a PackedSequence
         batch = [batch]
-    return [move(each) for each in _values(batch)][:max_args], {}
+    return [move(each) for each in values_of(batch)][:max_args], {}
 
 
-def _count_positional(model: nn.Module) -> int | None:
+def count_positional(model: nn.Module) -> int | None:
     """Return the number of positional arguments that the model accepts; None for any number."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
@@ -128,7 +128,7 @@ def _count_positional(model: nn.Module) -> int | None:
     )
 
 
-def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
+def batch_error(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
     """Return the error that names the batch's shapes and the innermost module that failed."""
     names = {module: name for name, module in model.named_modules()}
     inside = ""
@@ -136,7 +136,7 @@ def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             inside = names.get(owner, inside)
-    shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in _values(batch)]
+    shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in values_of(batch)]
     got = f"a batch of {', '.join(shapes) or 'nothing'}, on which {inside or type(model).__name__} fails: {error}"
     return BlockSparseError.expected("batches", "the model's inputs, without labels", got, Page.CALIBRATE)
 

@@ -12,6 +12,8 @@ MAX_INPUTS = 4608
 
 # For conjugate gradients: stages in which blocks are dropped, and the most steps of a fit.
 STAGES, STEPS = 4, 100
+# A fit ends once several steps together reduce the error by less than a fraction of it.
+PATIENCE, MIN_GAIN = 4, {torch.float32: 1e-4, torch.float64: 1e-12}
 CHUNK = 2**24  # values of a matrix that are processed at a time
 
 
@@ -38,6 +40,7 @@ class Problem:
     def __post_init__(self) -> None:
         sums = [chunk.double().square().sum(0) for chunk in self._chunks(self.x)]
         self.diagonal = torch.stack(sums).sum(0)
+        self._nonzero = self.diagonal > 0
         self.damping *= self.diagonal.mean().item() or 1.0
         self.grid = self.dense.shape[0] // self.block[0], self.dense.shape[1] // self.block[1]
 
@@ -110,42 +113,65 @@ class Problem:
         return mask
 
     def _output_energy(self, fitted: Tensor) -> Tensor:
-        """Return |X_b V_b^T|^2 of each block b, float64 `[out_blocks, in_blocks]`."""
+        """Return |X_b V_b^T|^2 of each block b, `[out_blocks, in_blocks]`."""
         (height, width), energies = self.block, []
         for column in range(self.grid[1]):
-            inputs = slice(column * width, (column + 1) * width)
-            moments = self.x[:, inputs].T @ self.x[:, inputs]
-            weight = fitted[:, inputs]
-            energies.append(((weight @ moments) * weight).sum(1).view(-1, height).sum(1))
-        return torch.stack(energies, 1).double()
+            inputs = column * width + self._nonzero[column * width : (column + 1) * width].nonzero().squeeze(1)
+            x, weight = self.x[:, inputs], fitted[:, inputs]
+            # The cheaper way, by the sizes: outputs of all rows, or moments of the inputs.
+            if len(weight) <= len(inputs):
+                energy = sum((part @ weight.T).square().sum(0, dtype=torch.float64) for part in self._chunks(x))
+            else:
+                energy = ((weight @ (x.T @ x)) * weight).sum(1, dtype=torch.float64)
+            energies.append(torch.as_tensor(energy).view(-1, height).sum(1))
+        return torch.stack(energies, 1)
 
     def _conjugate_gradients(self, start: Tensor, mask: Tensor, steps: int = STEPS) -> Tensor:
-        """Minimize the error with these blocks by conjugate gradients, for each row of blocks separately."""
+        """Minimize the error with these blocks by conjugate gradients, for each row of blocks separately.
+
+        Each step multiplies with the inputs of stored blocks only, so its cost follows the density.
+        """
         height, width = self.block
-        scale = 1 / (self.diagonal + self.damping).to(self.x.dtype)
-        fitted = start.to(self.x.dtype).clone()
-        for row, stored in enumerate(mask):
+        inside = mask.repeat_interleave(width, 1)
+        fitted = start.to(self.x.dtype) * inside.repeat_interleave(height, 0)
+        for row, stored in enumerate(inside):
+            # Inputs that are always 0 have no part in the error, and keep their dense weights.
+            inputs = (stored & self._nonzero).nonzero().squeeze(1)
             rows = slice(row * height, (row + 1) * height)
-            inside = stored.repeat_interleave(width).to(self.x.dtype)
-            dense = self.dense[rows].to(self.x.dtype)
-            v = fitted[rows] * inside
-            residual = inside * ((self.y[:, rows].T - v @ self.x.T) @ self.x + self.damping * (dense - v))
-            scaled = direction = scale * residual
-            size = (residual * scaled).sum(1, keepdim=True)
-            tolerance = size * torch.finfo(self.x.dtype).eps ** 1.5
-            for _ in range(steps):
-                active = size > tolerance
-                if not active.any():
-                    break
-                product = inside * ((direction @ self.x.T) @ self.x + self.damping * direction)
-                step = torch.where(active, size / (direction * product).sum(1, keepdim=True), 0)
-                v += step * direction
-                residual = residual - step * product
-                scaled = scale * residual
-                previous, size = size, (residual * scaled).sum(1, keepdim=True)
-                direction = scaled + torch.where(active, size / previous, 0) * direction
-            fitted[rows] = v
+            if len(inputs):
+                fitted[rows, inputs] = self._fit_row(fitted[rows, inputs], rows, inputs, steps)
         return fitted
+
+    def _fit_row(self, v: Tensor, rows: slice, inputs: Tensor, steps: int) -> Tensor:
+        """Return the best weights of these outputs and inputs, `[rows, inputs]`, from a start `v`.
+
+        Ends after `steps`, or once the error hardly falls any more.
+        """
+        x = self.x if len(inputs) == self.x.shape[1] else self.x[:, inputs]
+        scale = 1 / (self.diagonal[inputs] + self.damping).to(x.dtype)
+        change = self.dense[rows, inputs].to(x.dtype) - v
+        missing = self.y[:, rows].T - v @ x.T
+        error = float(missing.square().sum() + self.damping * change.square().sum())
+        residual = missing @ x + self.damping * change
+        scaled = direction = scale * residual
+        size = (residual * scaled).sum(1, keepdim=True)
+        tolerance = size * torch.finfo(x.dtype).eps ** 1.5
+        gains: list[float] = []
+        for _ in range(steps):
+            active = size > tolerance
+            has_stalled = len(gains) >= PATIENCE and sum(gains[-PATIENCE:]) < MIN_GAIN[x.dtype] * error
+            if has_stalled or not active.any():
+                break
+            product = (direction @ x.T) @ x + self.damping * direction
+            step = torch.where(active, size / (direction * product).sum(1, keepdim=True), 0)
+            v = v + step * direction
+            gains.append(float((step * size).sum()))
+            error = max(error - gains[-1], 0.0)
+            residual = residual - step * product
+            scaled = scale * residual
+            previous, size = size, (residual * scaled).sum(1, keepdim=True)
+            direction = scaled + torch.where(active, size / previous, 0) * direction
+        return v
 
     def _chunks(self, matrix: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
         """Split a matrix into chunks of rows, small enough to copy; `like` gives the width that sets their size."""

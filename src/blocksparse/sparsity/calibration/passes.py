@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .calibrate import SkipBatch, check_finite, observe
-from .inputs import Product
+from .inputs import CELLS, LAYERS, Product
 
 # Limits of the rows of a layer's inputs that are used; more are sampled at random.
 MAX_ROWS = 10_000
 MAX_BYTES = 2**28
+
+# Outputs of layers with at least this number of inputs (times taps) are cached, up to MAX_BYTES for each of the two
+# models, because each layer that is fitted takes several runs of all layers before it.
+MIN_CACHED_INPUTS = 1024
 
 # No more batches are run once layers with this fraction of the weights have enough rows.
 COVERED_FRACTION = 0.9
@@ -28,6 +34,55 @@ class Reach:
     """Calls of the module by each batch."""
     rows: dict[str, int] = field(default_factory=dict)
     """Rows of inputs by the name of the product."""
+
+
+class OutputCache:
+    """Outputs of linear layers and convolutions of a model, which later runs return instead of computing them again.
+
+    Args:
+        model: the model.
+        names: its layers.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]):
+        self.modules: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        self.outputs: dict[tuple[str, int, int], Tensor] = {}
+        self.bytes = 0
+        self.begin(0)
+
+    def begin(self, batch: int) -> None:
+        """Start the run of a batch, by its number."""
+        self.batch, self.calls = batch, dict.fromkeys(self.modules, 0)
+
+    @contextmanager
+    def used(self, names: Iterable[str]) -> Iterator[None]:
+        """Use cached outputs of these layers, and cache those that are missing while there is room."""
+        modules = {name: self.modules[name] for name in names}
+        try:
+            for name, module in modules.items():
+                module.forward = self._cached(name, module.forward)
+            yield
+        finally:
+            for module in modules.values():
+                vars(module).pop("forward", None)
+
+    def _cached(self, name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `forward` of a layer with cached outputs."""
+
+        @wraps(forward)
+        def cached(*args: Any, **kwargs: Any) -> Tensor:
+            key = name, self.batch, self.calls[name]
+            self.calls[name] += 1
+            if key in self.outputs:
+                return self.outputs[key].clone()  # the model may change it in place
+            output = forward(*args, **kwargs)
+            size = output.numel() * output.element_size()
+            if self.bytes + size <= MAX_BYTES:
+                self.outputs[key] = output.clone()
+                self.bytes += size
+            return output
+
+        return cached
 
 
 class Passes:
@@ -50,6 +105,15 @@ class Passes:
             for name, of_module in products.items()
         }
         self.batches: list[Any] = []
+        self.fitted: set[str] = set()
+        """Modules whose weights and inputs will not change any more, by name."""
+        self._cacheable = {
+            name
+            for name, of_module in products.items()
+            if type(model.get_submodule(name)) not in (*LAYERS, *CELLS, nn.MultiheadAttention)
+            and sum(sum(product.sizes) for product in of_module) >= MIN_CACHED_INPUTS
+        }
+        self._caches = {model: OutputCache(model, self._cacheable)}
 
         def record(module: nn.Module, args: tuple[Any, ...]) -> None:
             name = names[module]
@@ -67,10 +131,13 @@ class Passes:
             for batch in batches:
                 if self.batches and is_enough():
                     break
+                self._caches[model].begin(len(self.batches))
                 self.batches.append(batch)
                 yield batch
 
-        observe(model, needed(), names, record)
+        with self._caches[model].used(self._cacheable):
+            observe(model, needed(), names, record)
+        self._dense = model
 
     def rows(self, model: nn.Module, product: Product, name: str) -> tuple[Tensor, list[int]]:
         """Return a product's inputs `[rows, in]`, and the number of rows of each call.
@@ -99,12 +166,18 @@ class Passes:
     def run(self, model: nn.Module, name: str, record: Any) -> None:
         """Call `record` with the arguments of each call of a module; stop each batch after its last call."""
         calls, remaining = self.reached[name].calls, 0
+        cache = self._caches.setdefault(model, OutputCache(model, self._cacheable))
+        names = self._cacheable
+        if model is not self._dense:
+            # The input of a second call may depend on modules that are fitted later.
+            names = {each for each in names & self.fitted if max(self.reached[each].calls) == 1}
 
         def reaching() -> Iterator[Any]:
             nonlocal remaining
-            for batch, remaining in zip(self.batches, calls, strict=False):
+            for number, remaining in enumerate(calls):
                 if remaining:
-                    yield batch
+                    cache.begin(number)
+                    yield self.batches[number]
 
         def observer(module: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal remaining
@@ -113,7 +186,8 @@ class Passes:
             if not remaining:
                 raise SkipBatch
 
-        observe(model, reaching(), [model.get_submodule(name)], observer)
+        with cache.used(names):
+            observe(model, reaching(), [model.get_submodule(name)], observer)
 
     @staticmethod
     def _positions(product: Product, rows: int) -> Tensor:

@@ -153,6 +153,7 @@ def fit(
             except torch.linalg.LinAlgError as error:
                 expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
                 raise BlockSparseError.expected("damping", expected, damping) from error
+        passes.fitted.add(name)
     return fitter.layouts, fitter.errors
 
 
