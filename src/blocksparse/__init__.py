@@ -3,6 +3,7 @@
 from importlib import import_module as _import_module
 
 from . import nn, patterns, sparsity, topology
+from .compression import compress, from_zeros, tradeoff
 from .conversion import densify, load_sparsified, quantize, report, sparsify
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError, SparsityWarning
@@ -31,6 +32,7 @@ __all__ = [
     "BlockSparseError",
     "SparsityWarning",
     "backends",
+    "compress",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -40,6 +42,7 @@ __all__ = [
     "densify",
     "export_onnx",
     "from_dense",
+    "from_zeros",
     "linear",
     "load_sparsified",
     "nn",
@@ -50,6 +53,7 @@ __all__ = [
     "sparsity",
     "to_dense",
     "topology",
+    "tradeoff",
     "use_backend",
 ]
 

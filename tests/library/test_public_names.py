@@ -9,7 +9,7 @@ import pytest
 import blocksparse as bs
 from blocksparse.nn.recurrent import SparseOptions
 
-PACKAGES = ["", ".conversion", ".distributed", ".nn", ".patterns", ".sparsity", ".topology"]
+PACKAGES = ["", ".compression", ".conversion", ".distributed", ".nn", ".patterns", ".sparsity", ".topology"]
 MODULES = [".checkpoint", ".convert", ".errors", ".layout", ".matmul", ".measure"]
 
 

@@ -5,6 +5,7 @@ from ..surgery.rewire import rewire
 from ..surgery.weight_handle import remap_blocks
 from .calibration.activations import ActivationScores, activation_scores
 from .calibration.reconstruction import Reconstruction, reconstruct
+from .distillation import Distillation
 from .nm.mask import nm_layout, nm_mask
 from .nm.permutation import nm_efficacy, nm_permutation
 from .nm.semi_structured import to_semi_structured
@@ -28,6 +29,7 @@ __all__ = [
     "SGD",
     "SRSTE",
     "ActivationScores",
+    "Distillation",
     "GradualBlockPruning",
     "GradualPruning",
     "GroupLasso",

@@ -1,0 +1,148 @@
+"""The data of a compression: batches in memory, a held-out part of them, and their labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..sparsity.calibration.calibrate import (
+    Batches,
+    arguments_of,
+    batch_error,
+    check_batches,
+    count_positional,
+    values_of,
+)
+
+# More data are not read: they would have to stay in memory.
+MAX_BYTES = 2**30
+
+# Every eighth batch is held out, until these have this number of samples.
+HELD_OUT_EVERY, MAX_HELD_OUT = 8, 1024
+
+# Weights are fitted on at most this number of samples.
+MAX_CALIBRATION = 384
+
+Loss = Callable[[Any, Any], Tensor]
+"""A task loss of what the model returned and the batch."""
+
+
+def sample_count(batch: Any) -> int:
+    """Return the number of samples of a batch, by the first axis of its tensors."""
+    return max((len(each) for each in values_of(batch) if isinstance(each, Tensor) and each.dim()), default=1)
+
+
+def byte_count(values: Any) -> int:
+    """Return the bytes of the tensors of a batch."""
+    return sum(each.numel() * each.element_size() for each in values_of(values) if isinstance(each, Tensor))
+
+
+@dataclass
+class Data:
+    """Batches to train on and held-out ones."""
+
+    train: list[Any]
+    held_out: list[Any]
+
+    @classmethod
+    def read(cls, data: Batches) -> Data:
+        """Read batches up to 1 GiB, and hold some out.
+
+        Raises:
+            BlockSparseError: fewer than two batches.
+        """
+        check_batches(data)
+        batches, size = [], 0
+        for batch in data:
+            batches.append(batch)
+            size += byte_count(batch)
+            if size >= MAX_BYTES:
+                break
+        if len(batches) < 2:
+            expected = "two batches or more, because one is held out (split yours, say by x.split(32))"
+            raise BlockSparseError.expected("data", expected, len(batches))
+        train, held_out, samples = [], [], 0
+        for index, batch in enumerate(batches):
+            if index % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(batches)) - 1 and samples < MAX_HELD_OUT:
+                held_out.append(batch)
+                samples += sample_count(batch)
+            else:
+                train.append(batch)
+        return cls(train, held_out)
+
+    def calibration(self) -> list[Any]:
+        """Return the first training batches, to fit weights on."""
+        chosen, samples = [], 0
+        for batch in self.train:
+            chosen.append(batch)
+            samples += sample_count(batch)
+            if samples >= MAX_CALIBRATION:
+                break
+        return chosen
+
+
+@dataclass
+class Caller:
+    """Calls models of the same arguments with batches, and knows the loss on their labels.
+
+    Args:
+        model: the model whose arguments and device count.
+        loss: a task loss, or None: then that of the model's output, or cross-entropy if a batch has class labels.
+    """
+
+    model: nn.Module
+    loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        self._max_args = count_positional(self.model)
+        self._device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def arguments(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of the model in a batch, without labels behind them."""
+        return arguments_of(batch, self._max_args, self._device)
+
+    @torch.no_grad()
+    def predicts_classes(self, model: nn.Module, batch: Any) -> bool:
+        """Return whether a batch has integers that could be classes of the output, such as labels or tokens."""
+        args, kwargs = self.arguments(batch)
+        try:
+            output = model(*args, **kwargs)
+        except Exception as error:  # the user's module may raise anything
+            raise batch_error(model, batch, error) from error
+        return isinstance(output, Tensor) and any(_are_classes(each, output) for each in values_of(batch))
+
+    def task_loss(self, output: Any, batch: Any) -> Tensor | None:
+        """Return the loss on the labels of a batch, or None if there is none."""
+        if self.loss is not None:
+            loss = self.loss(output, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise BlockSparseError.expected("loss", "a function that returns a tensor of one number", type(loss))
+            return loss
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, Tensor):
+            return own
+        is_tuple = isinstance(batch, tuple | list) and self._max_args is not None
+        labels: tuple[Any, ...] = tuple(batch)[self._max_args :] if is_tuple else ()
+        if not isinstance(output, Tensor) or len(labels) != 1:
+            return None
+        if not _are_classes(labels[0], output):
+            return None
+        return F.cross_entropy(output.flatten(0, -2), labels[0].to(output.device).flatten())
+
+
+def _are_classes(labels: Any, output: Tensor) -> bool:
+    """Check whether a value could be the class of each row of an output."""
+    return (
+        isinstance(labels, Tensor)
+        and labels.dtype == torch.int64
+        and output.dim() > 1
+        and labels.shape == output.shape[:-1]
+        and labels.numel() > 0
+        and int(labels.max()) < output.shape[-1]
+    )

@@ -1,0 +1,49 @@
+"""Density and speed of a model that is partly block-sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion.speed import Example
+from ..measure import alternate, cuda_clock, host_clock
+from ..nn.module import BlockSparseModule
+from .batches import Caller, Data
+from .modes import evaluating
+
+# Seconds of a timing.
+SECONDS = 2.0
+
+
+def first_example(caller: Caller, data: Data) -> Example:
+    """Return the first held-out batch as an example."""
+    args, kwargs = caller.arguments(data.held_out[0])
+    return kwargs or tuple(args)
+
+
+def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+def density_of(model: nn.Module) -> float:
+    """Return the density of the block-sparse weights together; 1 without any."""
+    weights = [module for module in model.modules() if isinstance(module, BlockSparseModule) and module.layout.nnz]
+    dense = sum(module.values.numel() / module.layout.density for module in weights)
+    return sum(module.values.numel() for module in weights) / dense if weights else 1.0
+
+
+@torch.no_grad()
+def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
+    """Return dense time / block-sparse time of a call on the example, in evaluation mode."""
+    args, kwargs = call_arguments(example)
+    device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
+    clock = cuda_clock if device.type == "cuda" else host_clock
+    with evaluating(sparse), evaluating(dense):
+        calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
+        return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median

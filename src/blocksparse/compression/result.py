@@ -1,0 +1,118 @@
+"""The result of a compression: the model, the curve of densities, and its picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..conversion.report import Report, report
+from ..topology.drawings.style import COLORS, figure_and_axes, save
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model at one density, on the held-out data.
+
+    Args:
+        density: fraction of the parameters that the weights that became block-sparse store; 1 for the dense model.
+        speedup: dense time / block-sparse time of a call of the whole model.
+        agreement: agreement with the teacher, at most 1: the fraction of equal predicted classes for classifiers, the
+            mean cosine for unit vectors, and otherwise 1 - squared error / variance.
+        loss: the loss that was trained.
+        metric: the result of `evaluate`, or None without one.
+        minutes: minutes since the start.
+    """
+
+    density: float
+    speedup: float
+    agreement: float
+    loss: float
+    metric: float | None = None
+    minutes: float = 0.0
+
+
+@dataclass(frozen=True)
+class CompressionResult:
+    """The result of `compress`.
+
+    Args:
+        model: the block-sparse model, in the mode of the given one.
+        curve: the dense model and the best model of each density, in the order of training.
+        dense: why weights stayed dense, by name.
+        example: the inputs that speeds were measured on.
+    """
+
+    model: nn.Module
+    curve: tuple[Point, ...]
+    dense: dict[str, str] = field(default_factory=dict)
+    example: Any = field(default=None, repr=False)
+
+    @property
+    def density(self) -> float:
+        """The density of the weights that became block-sparse."""
+        return self.curve[-1].density
+
+    @property
+    def speedup(self) -> float:
+        """Dense time / block-sparse time of the whole model on the example."""
+        return self.curve[-1].speedup
+
+    @property
+    def agreement(self) -> float:
+        """The agreement with the teacher on held-out data, at most 1; see `Point`."""
+        return self.curve[-1].agreement
+
+    @property
+    def metric(self) -> float | None:
+        """The result of `evaluate` for the model, or None without one."""
+        return self.curve[-1].metric
+
+    @cached_property
+    def report(self) -> Report:
+        """The report on the weights of the model, timed when it is first used."""
+        return report(self.model, example=self.example)
+
+    def table(self) -> str:
+        """Return the curve as text."""
+        has_metric = self.curve[0].metric is not None
+        head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes':>9}" + f"{'metric':>10}" * has_metric
+        lines = [
+            f"{point.density:>8.3g}{point.speedup:>10.2f}{point.agreement:>11.4f}{point.minutes:>9.1f}"
+            + (f"{point.metric:>10.4g}" if point.metric is not None else "")
+            for point in self.curve
+        ]
+        return "\n".join([head, *lines])
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw agreement and speed-up over density.
+
+        Args:
+            path: a PNG file to write; by default nothing is written.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            BlockSparseError: matplotlib is not installed, or the file cannot be written.
+        """
+        figure, (left, right) = figure_and_axes((7.2, 3.2), columns=2)
+        densities = [point.density for point in self.curve]
+        left.plot(densities, [100 * point.agreement for point in self.curve], "o-", color=COLORS[0])
+        left.set_ylabel("agreement with the dense model, %")
+        right.plot(densities, [point.speedup for point in self.curve], "o-", color=COLORS[1])
+        right.set_ylabel("times as fast as the dense model")
+        for axes in (left, right):
+            axes.set_xscale("log")
+            axes.set_xticks(densities, [f"{density:.2g}" for density in densities])
+            axes.minorticks_off()
+            axes.set_xlabel("density")
+        if path is not None:
+            save(figure, path)
+        return figure
+
+    def __str__(self) -> str:
+        return self.table()

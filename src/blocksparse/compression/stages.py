@@ -1,0 +1,389 @@
+"""Compression of a trained model: pruned and trained in turn, against its own outputs, until a density is reached."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checkpoint
+from ..checked import integer, number
+from ..conversion.load import load_sparsified
+from ..conversion.sparsify import DENSITY_TOLERANCE, select_blocks, sparsify, survey_weights
+from ..conversion.speed import Example, keep_faster
+from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
+from ..files import path_of
+from ..nn.module import BlockSparseModule
+from ..sparsity.calibration.calibrate import Batches
+from ..sparsity.distillation import Distillation
+from ..surgery.model_tools import copy_model
+from ..surgery.prunable import Skip, prunable
+from .batches import Caller, Data, Loss
+from .measures import density_of, first_example, speedup_of
+from .modes import evaluating
+from .result import CompressionResult, Point
+from .training import RATE_SHARE, Budget, Drop, Training, copy_state
+
+DEFAULT_MINUTES = 10.0
+
+# The last stage, at the target density, has at least this fraction of the budget.
+LAST_SHARE = 0.5
+
+# Blocks are dropped in this number of steps per stage.
+DROPS = 8
+
+# The file of a folder: the best model so far, with the state of the run.
+BEST = "best.safetensors"
+
+Evaluate = Callable[[nn.Module], float]
+
+
+def compress(
+    model: nn.Module,
+    data: Batches,
+    density: float = 0.1,
+    block_size: int | tuple[int, int] = 32,
+    *,
+    minutes: float | None = None,
+    steps: int | None = None,
+    teacher: nn.Module | None = None,
+    loss: Loss | None = None,
+    evaluate: Evaluate | None = None,
+    folder: str | Path | None = None,
+    skip: Skip = (),
+    example: Example | None = None,
+    hidden: float = 0.0,
+    seed: int = 0,
+) -> CompressionResult:
+    """Make a trained model block-sparse and fast, and train it to compute what it computed before.
+
+    Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
+    as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
+    are not faster block-sparse on the example stay dense. An eighth of the data, at most 1,024 samples, is held out;
+    the model that is best on it at the target density is returned. Learning rates are found by a short test.
+
+    Args:
+        model: a trained model; it stays as it is.
+        data: two batches of its inputs or more: tensors, tuples or lists of arguments, or dicts of arguments by name.
+            One value more than the model has arguments is the label. Batches up to 1 GiB are read once and kept.
+        density: fraction of their parameters that weights keep, 0.1 by default, without those that stay dense.
+        block_size: an int or (rows, columns), 32 by default.
+        minutes: time to use, 10 by default.
+        steps: number of training steps instead of a time.
+        teacher: the model to agree with; by default the model itself.
+        loss: a function of the model's output and the batch that returns a loss to add. By default the `loss` in the
+            output, as of transformers with labels, or cross-entropy if the label has one class per row of the output.
+        evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
+            the best, and its results are in the curve.
+        folder: folder for the best model so far, `best.safetensors` (see `load_sparsified`), and `curve.json`. If it
+            has a model of an interrupted run, the run resumes from it.
+        skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
+        example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
+        hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
+        seed: seed of the order of batches, 0 by default.
+
+    Returns:
+        The model with its curve. After a KeyboardInterrupt, the best so far.
+
+    Raises:
+        BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
+            does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
+            to train, or a folder of another run. A `SparsityWarning` says if nothing became sparse, the density was
+            not reached, or the budget was too short to train.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+        >>> result = bs.compress(model, torch.randn(256, 512).split(32), density=0.25, steps=20)
+        >>> result.model(torch.randn(3, 512)).shape, result.curve[0].density
+        (torch.Size([3, 512]), 1.0)
+
+    Source: Kurtic et al., Sparse fine-tuning for inference acceleration of large language models (2023).
+    """
+    if not number("density", density, 0, 1):
+        raise BlockSparseError.expected("density", "a number above 0 and at most 1", density)
+    if minutes is not None and steps is not None:
+        raise BlockSparseError("minutes and steps: give one of them, the other follows from it.")
+    if steps is not None:
+        integer("steps", steps, 1)
+    else:
+        minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
+    budget = Budget(minutes, steps)
+    read = Data.read(data)
+    caller = Caller(model, loss)
+    example = first_example(caller, read) if example is None else example
+    dense = copy_model(model).eval()
+    teacher = dense if teacher is None else teacher
+    kind = "kl" if caller.predicts_classes(dense, read.held_out[0]) else "auto"
+    distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
+    run = _Run(
+        dense=dense,
+        training=Training(distillation, caller, read, budget, integer("seed", seed, 0)),
+        target=density,
+        block_size=block_size,
+        example=example,
+        judge=evaluate,
+        folder=None if folder is None else path_of("folder", folder),
+    )
+    run.training.check()
+    return run.run(model, skip)
+
+
+def stage_densities(density: float) -> list[float]:
+    """Return the densities of the stages: each about half of the one before."""
+    count = max(1, round(math.log2(1 / density)))
+    return [density ** ((stage + 1) / count) for stage in range(count)]
+
+
+def stage_ends(count: int, begin: float = 0.0) -> list[float]:
+    """Return the fractions of the budget at which stages end; the last stage has half of it."""
+    early = [begin + (1 - LAST_SHARE - begin) * (stage + 1) / (count - 1) for stage in range(count - 1)]
+    return [*(max(begin, end) for end in early), 1.0]
+
+
+@dataclass
+class _Run:
+    """The state of `compress`."""
+
+    dense: nn.Module
+    training: Training
+    target: float
+    block_size: int | tuple[int, int]
+    example: Example
+    judge: Evaluate | None
+    folder: Path | None
+
+    def __post_init__(self) -> None:
+        self.curve: list[Point] = []
+        self.kept_dense: dict[str, str] = {}
+        self.chosen: set[str] = set()
+        self.stage, self.speedup = 0, 0.0
+        self.best: dict[str, Tensor] | None = None
+        self.finished: nn.Module | None = None
+        self.best_score = -math.inf
+        self.best_point: Point | None = None
+
+    @property
+    def student(self) -> nn.Module:
+        return self.training.student
+
+    def run(self, model: nn.Module, skip: Skip) -> CompressionResult:
+        """Run all stages that are left, and return the result; `model` is the given one, and `skip` refers to it."""
+        modes = {name: module.training for name, module in self.student.named_modules()}
+        densities, resumed = stage_densities(self.target), self._resume()
+        try:
+            if not resumed:
+                loss, agreed = self.training.evaluate()
+                self.curve.append(Point(1.0, 1.0, agreed, loss, self._metric(), self.training.budget.elapsed))
+                if not self._choose(model, skip):
+                    return self._result(modes)
+            ends = stage_ends(len(densities), self.training.budget.used)
+            for stage in range(self.stage, len(densities)):
+                self.stage = stage
+                self._train(densities[stage], ends[stage])
+        except KeyboardInterrupt:
+            if self.best is None and self.finished is not None:  # blocks were being dropped
+                self.training.student = self.finished
+            self._finish_stage()
+            if len(self.curve) == 1:
+                raise
+            warnings.warn(
+                f"compress: interrupted; this is the best model so far, of density {self.curve[-1].density:.3g}",
+                SparsityWarning,
+                stacklevel=3,
+            )
+        else:
+            self._warn_if_missed()
+        return self._result(modes)
+
+    # -- stages -----------------------------------------------------------------------------------------------
+
+    def _choose(self, model: nn.Module, skip: Skip) -> bool:
+        """Choose the weights that become block-sparse: those that are faster on the example; False if none is."""
+        candidates = survey_weights(model, self.block_size, skip)
+        if not candidates.weights:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
+            got = f"{type(model).__name__} with {listed or 'none'}"
+            raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
+        plan = select_blocks(
+            model, candidates, self.target, None, "careful", None, self.training.data.calibration(), bounded=False
+        )
+        layouts, self.kept_dense = keep_faster(model, plan.layouts, self.example, select=plan.selection.layouts)
+        if not layouts:
+            listed = "\n  ".join(f"{name}: {reason}" for name, reason in list(self.kept_dense.items())[:MAX_NAMED])
+            warnings.warn(
+                f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
+                SparsityWarning,
+                stacklevel=4,
+            )
+        self.chosen = set(layouts)
+        return bool(layouts)
+
+    def _train(self, density: float, end: float) -> None:
+        """Bring the student to a density, train it until a fraction of the budget is used, and keep the best state.
+
+        The first stage fits weights of the dense model to the data. Later ones drop the smallest blocks in several
+        steps while they train.
+        """
+        budget = self.training.budget
+        if not any(isinstance(module, BlockSparseModule) for module in self.student.modules()):
+            skip = [weight.name for weight in prunable(self.student, 1) if weight.name not in self.chosen]
+            data = self.training.data.calibration()
+            with _without_warnings():
+                self.training.student = sparsify(
+                    self.student, density, self.block_size, skip=skip, data=data, force=True
+                )
+        drops: list[Drop] = []
+        before = density_of(self.student)
+        if before > density * (1 + DENSITY_TOLERANCE):
+            steps = [before * (density / before) ** ((step + 1) / DROPS) for step in range(DROPS)]
+            drops = [partial(self._drop, each) for each in steps]
+        else:
+            self._record(*self.training.evaluate())
+        if budget.used < end:
+            rate = self._find_rate(density if drops else None)
+            self.training.stage(end, rate, drops, self._record)
+        else:
+            for drop in drops:
+                drop(None)
+            self._record(*self.training.evaluate())
+            if end == 1.0 and budget.spent_steps == 0:
+                warnings.warn(
+                    f"compress: no time to train was left after fitting ({budget.elapsed:.1f} minutes): the model is "
+                    f"fitted to the data only; give more minutes than {budget.minutes:.3g}",
+                    SparsityWarning,
+                    stacklevel=5,
+                )
+        self._finish_stage()
+
+    def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
+        """Drop the smallest blocks of the student; an optimizer follows."""
+        skip = [weight.name for weight in prunable(self.student, 1)]
+        with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
+            sparsify(self.student, density, skip=skip, force=True, inplace=True, optimizer=optimizer)
+        self.speedup = 0.0
+
+    def _find_rate(self, density: float | None) -> float:
+        """Return the learning rate that trains the student best after it is pruned to a density."""
+        share, student = RATE_SHARE * (1 - self.training.budget.used), self.student
+        if density is not None:
+            self.training.student = copy_model(student)
+            self._drop(density, None)
+        try:
+            return self.training.find_rate(share)
+        finally:
+            self.training.student = student
+
+    def _record(self, loss: float, agreed: float) -> None:
+        """Keep the student's state if it is the best of its stage, and save the run."""
+        self.speedup = self.speedup or speedup_of(self.student, self.dense, self.example)
+        metric = self._metric()
+        score = -loss if metric is None else metric
+        if self.best is None or score > self.best_score:
+            self.best, self.best_score = copy_state(self.student), score
+            minutes = self.training.budget.elapsed
+            self.best_point = Point(density_of(self.student), self.speedup, agreed, loss, metric, minutes)
+            self.training.label = (
+                f"density {density_of(self.student):.3g}, {self.speedup:.2f} times as fast, agreement {agreed:.2%}"
+            )
+        self._save()
+
+    def _finish_stage(self) -> None:
+        """Continue with the best state of the stage, and add it to the curve."""
+        if self.best is not None and self.best_point is not None:
+            self.student.load_state_dict(self.best)
+            self.curve.append(self.best_point)
+            self.finished = copy_model(self.student)
+            self.best, self.best_score, self.best_point = None, -math.inf, None
+
+    def _warn_if_missed(self) -> None:
+        """Warn if the density of the best model is above the target."""
+        reached = self.curve[-1].density
+        if reached > self.target * (1 + DENSITY_TOLERANCE):
+            warnings.warn(
+                f"compress: the density is {reached:.2g}, not {self.target:.2g}: each weight keeps a block at least; "
+                "use a smaller block_size",
+                SparsityWarning,
+                stacklevel=4,
+            )
+
+    def _result(self, modes: dict[str, bool]) -> CompressionResult:
+        for name, module in self.student.named_modules():
+            module.training = modes.get(name, module.training)
+        if self.folder is not None:
+            checkpoint.write_text(self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()}))
+        return CompressionResult(self.student, tuple(self.curve), self.kept_dense, self.example)
+
+    # -- measures ---------------------------------------------------------------------------------------------
+
+    def _metric(self) -> float | None:
+        """Return the user's metric of the student."""
+        if self.judge is None:
+            return None
+        with torch.no_grad(), evaluating(self.student):
+            value = self.judge(self.student)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise BlockSparseError.expected("evaluate", "a function that returns a number", repr(value)) from error
+
+    # -- files ------------------------------------------------------------------------------------------------
+
+    def _curve(self) -> list[dict[str, Any]]:
+        return [asdict(point) for point in self.curve]
+
+    def _save(self) -> None:
+        """Write the best model and the state to resume from."""
+        if self.folder is None or self.best is None or self.best_point is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        budget = self.training.budget
+        about = {
+            "compress": self._settings(),
+            "stage": self.stage,
+            "minutes": budget.elapsed,
+            "steps": budget.spent_steps,
+            "dense": self.kept_dense,
+            "curve": self._curve(),
+            "best": asdict(self.best_point),
+        }
+        checkpoint.save(self.folder / BEST, self.best, about)
+
+    def _settings(self) -> dict[str, Any]:
+        size = self.block_size
+        return {"density": self.target, "block_size": list(size) if isinstance(size, tuple | list) else size}
+
+    def _resume(self) -> bool:
+        """Load the best model of the folder and the state of its run, if there is one."""
+        if self.folder is None or not (self.folder / BEST).is_file():
+            return False
+        state, about = checkpoint.load(self.folder / BEST)
+        if about.get("compress") != self._settings():
+            expected = f"a run with {self._settings()} (use another folder)"
+            raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
+        self.training.student = load_sparsified(self.student, state)
+        self.stage, self.kept_dense = about["stage"], about["dense"]
+        self.training.budget.spent_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
+        self.curve, self.best_point = [Point(**point) for point in about["curve"]], Point(**about["best"])
+        self.best = copy_state(self.student)
+        metric = self.best_point.metric
+        self.best_score = -self.best_point.loss if metric is None else metric
+        return True
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings of `sparsify` about the density, which the result reports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparsityWarning)
+        yield

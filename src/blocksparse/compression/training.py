@@ -1,0 +1,261 @@
+"""The training loop of a compression: steps against the teacher, evaluation on held-out data, learning rates."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error
+from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
+from .batches import MAX_BYTES, Caller, Data, byte_count, sample_count
+from .modes import evaluating, training
+
+# The learning rates of the range test, its maximum number of steps with each, and its maximum share of the budget.
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+RATE_STEPS, RATE_SHARE = 30, 0.05
+
+# Without the steps for a test, this rate is used.
+MIN_RATE_STEPS, DEFAULT_RATE = 5, 1e-3
+
+# A stage is evaluated this many times. It starts with a linear warm-up over this fraction.
+CHECKS, WARM_UP = 5, 0.05
+
+# Blocks are dropped during this fraction of a stage.
+DROP_SHARE = 0.4
+
+# After a loss that is not finite, training resumes from the last check with this fraction of the rate, a few times.
+RATE_CUT, MAX_CUTS = 0.3, 3
+
+Drop = Callable[[torch.optim.Optimizer | None], object]
+
+
+@dataclass
+class Budget:
+    """The minutes or steps that a compression may take, and those that it has taken."""
+
+    minutes: float | None
+    steps: int | None
+    spent_minutes: float = 0.0
+    spent_steps: int = 0
+    _begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Minutes so far, those before an interruption included."""
+        return self.spent_minutes + (time.monotonic() - self._begin) / 60
+
+    @property
+    def used(self) -> float:
+        """The used fraction."""
+        if self.steps is not None:
+            return self.spent_steps / self.steps
+        return self.elapsed / self.minutes if self.minutes else 1.0
+
+    def left(self) -> str:
+        """Return the rest for the progress line."""
+        used = self.used
+        if self.steps is None and self.minutes is not None:
+            seconds = max(0.0, 60 * (self.minutes - self.elapsed))
+        else:
+            seconds = 60 * (self.elapsed - self.spent_minutes) * (1 - used) / used if used else 0.0
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+class Training:
+    """Trains a student against its teacher on batches.
+
+    Args:
+        distillation: the loss with both models.
+        caller: calls them with batches.
+        data: the batches.
+        budget: counts steps.
+        seed: seed of the order of batches.
+    """
+
+    def __init__(self, distillation: Distillation, caller: Caller, data: Data, budget: Budget, seed: int):
+        self.distillation, self.caller, self.data, self.budget = distillation, caller, data, budget
+        self.generator = torch.Generator().manual_seed(seed)
+        self.label = ""
+        self._targets: dict[tuple[bool, int], Targets] = {}
+        self._bytes = 0
+        self._order: list[int] = []
+        self._shown = self._last_shown = 0.0
+
+    @property
+    def student(self) -> nn.Module:
+        """The model that is trained."""
+        return self.distillation.student
+
+    @student.setter
+    def student(self, model: nn.Module) -> None:
+        self.distillation.student = model
+
+    # -- losses -----------------------------------------------------------------------------------------------
+
+    def targets(self, index: int, *, held_out: bool) -> Targets:
+        """Return what the teacher computes for a batch; cached up to 1 GiB.
+
+        Raises:
+            BlockSparseError: the teacher fails on the batch, or returns numbers that are not finite.
+        """
+        if (held_out, index) in self._targets:
+            return self._targets[held_out, index]
+        batch = (self.data.held_out if held_out else self.data.train)[index]
+        args, kwargs = self.caller.arguments(batch)
+        try:
+            targets = self.distillation.run_teacher(*args, **kwargs)
+        except BlockSparseError:
+            raise
+        except Exception as error:  # the user's module may raise anything
+            raise batch_error(self.distillation.teacher, batch, error) from error
+        for name, tensor in (*targets.tensors.items(), *targets.hidden.items()):
+            if not tensor.isfinite().all():
+                got = f"inf or nan in {name} for {'held-out ' * held_out}batch {index}"
+                raise BlockSparseError.expected("teacher", "finite outputs for all data", got)
+        targets = Targets(None, targets.tensors, targets.hidden)
+        size = byte_count(targets.tensors) + byte_count(targets.hidden)
+        if self._bytes + size <= MAX_BYTES:
+            self._bytes += size
+            self._targets[held_out, index] = targets
+        return targets
+
+    def loss(self, index: int, *, held_out: bool = False) -> tuple[Tensor, Targets, Targets]:
+        """Return the loss of a batch, what the student computed, and the targets."""
+        targets = self.targets(index, held_out=held_out)
+        batch = (self.data.held_out if held_out else self.data.train)[index]
+        args, kwargs = self.caller.arguments(batch)
+        result = self.distillation.run_student(*args, **kwargs)
+        loss = self.distillation.loss(result, targets)
+        task_loss = self.caller.task_loss(result.output, batch)
+        return loss if task_loss is None else loss + task_loss, result, targets
+
+    def check(self) -> None:
+        """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch."""
+        args, kwargs = self.caller.arguments(self.data.held_out[0])
+        with torch.no_grad(), evaluating(self.student):
+            try:
+                result = self.distillation.run_student(*args, **kwargs)
+            except Exception as error:  # the user's module may raise anything
+                raise batch_error(self.student, self.data.held_out[0], error) from error
+        check_same_outputs(result.tensors, self.targets(0, held_out=True).tensors)
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Return loss and agreement on the held-out batches; infinity and 0 if the student's outputs are not finite."""
+        losses, agreements, counts = [], [], []
+        with evaluating(self.student):
+            for index, batch in enumerate(self.data.held_out):
+                loss, result, targets = self.loss(index, held_out=True)
+                name, target = next(iter(targets.tensors.items()))
+                losses.append(float(loss))
+                agreements.append(agreement(result.tensors[name], target, self.distillation.kind_of(name, target)))
+                counts.append(sample_count(batch))
+        total = sum(counts)
+        loss_mean, agreed = (
+            sum(value * count for value, count in zip(values, counts, strict=True)) / total
+            for values in (losses, agreements)
+        )
+        return (loss_mean, agreed) if math.isfinite(loss_mean) else (math.inf, 0.0)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def stage(self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], None]) -> None:
+        """Train until the fraction `end` of the budget is used, with a warm-up and a cosine decay of the rate.
+
+        Args:
+            end: the fraction.
+            rate: the highest learning rate.
+            drops: functions that drop blocks of the student, called one after the other in the first part of the stage.
+            on_check: called with held-out loss and agreement, several times after the last drop.
+        """
+        begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
+        optimizer, good = self._optimizer(rate), copy_state(self.student)
+        with training(self.student, sample_count(self.data.train[0])):
+            while (used := self.budget.used) < end:
+                done = (used - begin) / (end - begin)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
+                if dropped < len(drops) and done * len(drops) >= dropped * DROP_SHARE:
+                    drops[dropped](optimizer)
+                    dropped += 1
+                    good = copy_state(self.student)
+                loss = self._step(optimizer)
+                if not math.isfinite(loss):
+                    cuts += 1
+                    if cuts > MAX_CUTS:
+                        break
+                    rate *= RATE_CUT
+                    self.student.load_state_dict(good)
+                    optimizer = self._optimizer(rate)
+                self._show(loss)
+                if dropped == len(drops) and done * CHECKS >= checks + 1:
+                    checks = int(done * CHECKS)
+                    on_check(*self.evaluate())
+                    good = copy_state(self.student)
+        for drop in drops[dropped:]:
+            drop(optimizer)
+        on_check(*self.evaluate())
+
+    def find_rate(self, share: float) -> float:
+        """Return the learning rate after which a few steps leave the smallest held-out loss; the student stays.
+
+        Args:
+            share: fraction of the budget that this may use.
+        """
+        if self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES):
+            return DEFAULT_RATE
+        begin, state, losses = self.budget.used, copy_state(self.student), {}
+        for number, rate in enumerate(RATES):
+            optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
+            with training(self.student, sample_count(self.data.train[0])):
+                for step in range(RATE_STEPS):
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate * min(1.0, (step + 1) / 5)
+                    if not math.isfinite(self._step(optimizer)) or self.budget.used >= end:
+                        break
+            losses[rate] = self.evaluate()[0]
+            self.student.load_state_dict(state)
+        return min(losses, key=lambda rate: losses[rate])
+
+    def _optimizer(self, rate: float) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, rate, weight_decay=0.0)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> float:
+        """Take a step on the next batch; return the loss, before which nothing is changed if it is not finite."""
+        if not self._order:
+            self._order = torch.randperm(len(self.data.train), generator=self.generator).tolist()
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss, _, _ = self.loss(self._order.pop())
+            if not loss.isfinite():
+                return math.nan
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), 1.0)
+        if not norm.isfinite():
+            return math.nan
+        optimizer.step()
+        self.budget.spent_steps += 1
+        return float(loss.detach())
+
+    def _show(self, loss: float) -> None:
+        """On a terminal, after two seconds, show the state in a line on stderr."""
+        now = time.monotonic()
+        self._shown = self._shown or now
+        if sys.stderr.isatty() and now - self._shown > PROGRESS_DELAY and now - self._last_shown > 0.5:
+            self._last_shown = now
+            print(f"\r{self.label}, loss {loss:.4g}, {self.budget.left()}   ", end="", file=sys.stderr, flush=True)
+
+
+def copy_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a model's state dict."""
+    return {
+        name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in model.state_dict().items()
+    }

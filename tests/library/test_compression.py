@@ -1,0 +1,278 @@
+"""Compression of trained models: schedule, training against a teacher, bad input, interruption and resuming."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.compression import stages, training
+from blocksparse.compression.stages import stage_densities, stage_ends
+from blocksparse.nn.module import BlockSparseModule
+
+
+@pytest.fixture(autouse=True)
+def fast_everywhere(monkeypatch):
+    """Take all layers as faster, so that the results do not depend on the machine."""
+
+    monkeypatch.setattr(stages, "keep_faster", lambda model, layouts, example, select: (layouts, {}))
+    torch.manual_seed(0)
+
+
+class Classifier(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(32, width), nn.BatchNorm1d(width), nn.Dropout(0.5)
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.first(x)).relu()))
+
+
+def trained(model, batches, steps=60):
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for x, y in itertools.islice(itertools.cycle(batches), steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def labelled(count=512, size=32):
+    x = torch.randn(count, 32)
+    return list(zip(x.split(size), (x @ torch.randn(32, 8)).argmax(1).split(size), strict=True))
+
+
+def weights_of(model):
+    return [module for module in model.modules() if isinstance(module, BlockSparseModule)]
+
+
+def options(**more):
+    return {"density": 0.25, "block_size": 8, "steps": 40, **more}
+
+
+def test_the_density_is_reached_and_training_helps():
+    data = labelled()
+    model = trained(Classifier(), data)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    inputs = [x for x, _ in data]
+    result = bs.compress(model, inputs, **options(steps=400))
+    untrained = bs.compress(model, inputs, **options(steps=1))
+    assert len(weights_of(result.model)) == 2
+    assert result.density <= 0.26
+    assert [point.density for point in result.curve] == sorted((p.density for p in result.curve), reverse=True)
+    assert result.agreement > untrained.agreement + 0.1
+    assert not result.model.training
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items()), "the model stays"
+    assert "density" in str(result)
+    assert result.report.rows
+
+
+def test_schedules():
+    assert stage_densities(0.25) == [0.5, 0.25]
+    assert stage_densities(0.9) == [0.9]
+    assert stage_ends(1) == [1.0]
+    assert stage_ends(3) == [0.25, 0.5, 1.0]
+    assert stage_ends(3, begin=0.6) == pytest.approx([0.6, 0.6, 1.0]), "a resumed run"
+
+
+@pytest.mark.parametrize("form", ["tensors", "lists", "dicts", "generator", "output with a loss"])
+def test_forms_of_data(form):
+    model, data = trained(Classifier(), labelled()), labelled(128)
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x, labels=None):
+            logits = self.net(x)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    forms = {
+        "tensors": lambda: [x for x, _ in data],
+        "lists": lambda: [[x, y] for x, y in data],
+        "dicts": lambda: [{"x": x} for x, _ in data],
+        "generator": lambda: (x for x, _ in data),
+        "output with a loss": lambda: [{"x": x, "labels": y} for x, y in data],
+    }
+    net = WithLoss().eval() if form == "output with a loss" else model
+    result = bs.compress(net, forms[form](), **options())
+    assert result.density <= 0.26
+    assert 0 < result.agreement <= 1
+
+
+def test_evaluate_decides_and_is_in_the_curve():
+    data, scores = labelled(), itertools.count()
+    result = bs.compress(trained(Classifier(), data), data, **options(), evaluate=lambda model: -next(scores))
+    metrics = [point.metric for point in result.curve]
+    assert metrics[0] == 0
+    assert None not in metrics
+    assert metrics == sorted(metrics, reverse=True), "the first of each stage has the highest score"
+
+
+def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, monkeypatch):
+    data = labelled()
+    model = trained(Classifier(), data)
+    calls = itertools.count()
+    step = training.Training._step
+
+    def interrupted(self, optimizer):
+        if next(calls) == 150:
+            raise KeyboardInterrupt
+        return step(self, optimizer)
+
+    monkeypatch.setattr(training.Training, "_step", interrupted)
+    with pytest.warns(bs.SparsityWarning, match="interrupted"):
+        partial = bs.compress(model, data, **options(steps=600, folder=tmp_path))
+    monkeypatch.setattr(training.Training, "_step", step)
+    assert weights_of(partial.model)
+    assert (tmp_path / "best.safetensors").is_file()
+    loaded = bs.load_sparsified(Classifier(), load_file(tmp_path / "best.safetensors")).eval()
+    torch.testing.assert_close(loaded(data[0][0]), partial.model(data[0][0]))
+    result = bs.compress(model, data, **options(steps=600, folder=tmp_path))
+    assert result.density <= 0.26
+    assert len(result.curve) == 3
+    assert (tmp_path / "curve.json").is_file()
+    with pytest.raises(bs.BlockSparseError, match="folder: expected a run with"):
+        bs.compress(model, data, **options(density=0.5, folder=tmp_path))
+
+
+def test_a_loss_that_is_not_finite_takes_the_training_back(monkeypatch):
+    data = labelled()
+    calls = itertools.count()
+    step = training.Training._step
+    monkeypatch.setattr(
+        training.Training, "_step", lambda self, opt: float("nan") if next(calls) % 70 == 69 else step(self, opt)
+    )
+    result = bs.compress(trained(Classifier(), data), data, **options(steps=200))
+    assert all(each.isfinite().all() for each in result.model.state_dict().values())
+
+
+def test_a_budget_without_time_to_train_is_reported():
+    data = labelled(128)
+    with pytest.warns(bs.SparsityWarning, match="no time to train"):
+        result = bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=1e-6)
+    assert result.density <= 0.51
+
+
+def test_a_model_that_does_not_get_faster_stays_dense(monkeypatch):
+    monkeypatch.setattr(stages, "keep_faster", lambda *_, **__: ({}, {"first.weight": "too slow"}))
+    with pytest.warns(bs.SparsityWarning, match="nothing gets faster"):
+        result = bs.compress(Classifier().eval(), labelled(64), **options())
+    assert not weights_of(result.model)
+    assert result.density == 1
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return torch.zeros(len(x), 3), x
+
+
+BAD = [
+    ({"data": [torch.randn(8, 32)]}, "data: expected two batches or more"),
+    ({"data": torch.randn(8, 32)}, "batches: expected an iterable of batches"),
+    ({"data": [torch.randn(8, 5)] * 3}, "a batch of"),
+    ({"data": [torch.full((8, 32), torch.nan)] * 3}, "teacher: expected finite outputs"),
+    ({"density": 0}, "density"),
+    ({"density": 1.5}, "density"),
+    ({"steps": 0}, "steps"),
+    ({"minutes": -1, "steps": None}, "minutes"),
+    ({"minutes": 1}, "give one of them"),
+    ({"teacher": Pair()}, "teacher: expected outputs of the model's shapes"),
+    ({"loss": lambda output, batch: 3.0}, "loss: expected a function that returns a tensor"),
+    ({"evaluate": lambda model: "good"}, "evaluate: expected a function that returns a number"),
+    ({"model": nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)}, "requires_grad_"),
+    ({"model": nn.Sequential(nn.Conv1d(32, 32, 1, groups=4))}, "weights that can become block-sparse|batch"),
+]
+
+
+@pytest.mark.parametrize(("changed", "match"), BAD, ids=[match for _, match in BAD])
+def test_bad_input(changed, match):
+    call = {"model": Classifier().eval(), "data": [x for x, _ in labelled(128)], **options(), **changed}
+    with pytest.raises(bs.BlockSparseError, match=match):
+        bs.compress(call.pop("model"), call.pop("data"), **call)
+
+
+def test_tradeoff_lists_densities_and_layers(tmp_path):
+    data = labelled()
+    measured = bs.tradeoff(trained(Classifier(256), data), data, densities=[0.5, 0.25], block_size=8)
+    assert measured.points[0].density == 1
+    assert len(measured.points) == 3
+    assert {layer.name for layer in measured.layers} == {"first", "last"}
+    assert all(0 < layer.time < 1 and layer.agreement <= 1 for layer in measured.layers)
+    assert "of the time" in measured.recommendation
+    assert measured.recommendation in str(measured)
+    pytest.importorskip("matplotlib")
+    measured.plot(tmp_path / "tradeoff.png")
+    assert (tmp_path / "tradeoff.png").is_file()
+
+
+# -- distillation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["kl", "probabilities", "binary", "cosine", "mse"])
+def test_each_loss_is_zero_for_equal_outputs_only(kind):
+    x = torch.rand(6, 5).softmax(1) if kind != "kl" else torch.randn(6, 5)
+    model, other = nn.Identity(), nn.Softmax(1)
+    equal = bs.sparsity.Distillation(model, model, output=kind)(x)
+    assert abs(float(equal)) < 1e-5
+    assert float(bs.sparsity.Distillation(model, other, output=kind)(x)) > 1e-4
+
+
+def test_outputs_are_recognized():
+    from blocksparse.sparsity.distillation import output_kind
+
+    x = torch.randn(6, 5)
+    assert output_kind("logits", x) == "kl"
+    assert output_kind("output", x) == "mse"
+    assert output_kind("output", x.softmax(1)) == "probabilities"
+    assert output_kind("output", x.log_softmax(1)) == "kl"
+    assert output_kind("output", x.sigmoid()) == "binary"
+    assert output_kind("output", F.normalize(x)) == "cosine"
+
+
+def test_hidden_layers_are_compared():
+    teacher = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    student = bs.sparsify(teacher, 0.5, 4, force=True)
+    x = torch.randn(8, 16)
+    plain, hidden = (bs.sparsity.Distillation(teacher, student, hidden=weight)(x) for weight in (0.0, 1.0))
+    errors = [
+        (a - b).square().mean() / b.square().mean()
+        for a, b in ((student[0](x), teacher[0](x)), (student(x), teacher(x)))
+    ]
+    torch.testing.assert_close(hidden - plain, sum(errors) / 2)
+    other = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
+    with pytest.raises(bs.BlockSparseError, match="teacher: expected a layer"):
+        bs.sparsity.Distillation(other, student, hidden=1.0)(x)
+
+
+# -- zeros --------------------------------------------------------------------------------------------------------
+
+
+def test_zeros_decide_the_layout():
+    layer = nn.Linear(64, 64)
+    with torch.no_grad():
+        layer.weight[:, 16:] = 0
+    sparse = bs.from_zeros(layer, force=True)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(sparse(x), layer(x))
+    assert sparse.layout.block_shape == (16, 16)
+    assert sparse.layout.density == 0.25
+    assert bs.from_zeros(layer, 8, force=True).layout.block_shape == (8, 8)
+    assert bs.from_zeros(layer, (8, 4), force=True).layout.block_shape == (8, 4)
+    assert isinstance(layer, nn.Linear)
+
+
+def test_zeros_in_single_values_are_reported():
+    layer = nn.Linear(64, 64)
+    with torch.no_grad():
+        layer.weight[0::2, 0::2] = 0
+    with pytest.warns(bs.SparsityWarning, match="25% of its values are 0, but no whole block is"):
+        dense = bs.from_zeros(layer, [32, 8])
+    assert isinstance(dense, nn.Linear)
+    with pytest.warns(bs.SparsityWarning, match="no weight has zeros"):
+        bs.from_zeros(nn.Linear(8, 8))
