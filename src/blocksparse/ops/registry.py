@@ -56,7 +56,13 @@ class BackendStatus:
 
 
 def backends() -> dict[str, BackendStatus]:
-    """Return the status of every backend.
+    """Return the status of every backend, with the reason if it is off on this machine.
+
+    - "triton" serves NVIDIA GPUs from compute capability 8.0 on. It needs a PyTorch with Triton.
+    - "cpu" serves CPUs by the compiled C++ core, which `pip install .` builds.
+    - "reference" is plain PyTorch, slow, on any device; `use_backend("reference")` chooses it.
+
+    The first two serve float32, float64, bfloat16 and float16.
 
     >>> import blocksparse as bs
     >>> list(bs.backends())
