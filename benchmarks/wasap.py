@@ -50,23 +50,23 @@ from blocksparse_lab.recipes import mlp
 
 NAME = "wasap-fashion_mnist"
 ABOUT = (
-    "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
-    "first phase they train one network asynchronously (WASSP-SGD: in step, with the mean gradient), in the second "
-    "each trains alone; then they are averaged"
+    "The sparse MLP on Fashion-MNIST, trained by one process with SET or by several with WASAP-SGD. These first train "
+    "one network asynchronously (WASSP-SGD: in step, with the mean gradient); then each trains its own copy, and the "
+    "copies are averaged"
 )
 CAPTION = (
-    "The test accuracy is that of the network at the end, averaged and pruned; rows per second, the median over the "
-    "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed, "
-    "p by a t-test of them."
+    "Accuracy is that of the final network, averaged and pruned. Rows per second are medians over the epochs of a "
+    "phase. Figures are means and standard deviations over the seeds; differences compare runs of the same seed, with "
+    "p by a paired t-test."
 )
 # The names of the phases in `Epoch.phase`.
 FIRST, SECOND = ("asynchronous", "synchronous"), ("alone",)
 # Facts of a run, by their titles in the table.
 FACTS = {
-    "threads of a process": "threads",
-    "rows to train on": "rows",
-    "rows to test on": "tested",
-    "rows of a batch, in each process": "batch",
+    "threads per process": "threads",
+    "training rows": "rows",
+    "test rows": "tested",
+    "rows per batch in each process": "batch",
     "connections": "connections",
 }
 # Seconds that torchrun has to end its processes, for which it waits 30 seconds itself.
@@ -279,7 +279,7 @@ def picture(path: Path, of: dict[str, list[Run]], machine: dict[str, Any]) -> No
         axes.plot(seconds, mean, color=color, lw=1.8, marker="o", ms=3, label=f"{name}{seeds}: {mean[-1]:.2f} %")
         low, high = ([m + sign * d for m, d in zip(mean, off, strict=True)] for sign in (-1, 1))
         axes.fill_between(seconds, low, high, color=color, alpha=0.18, lw=0)
-    axes.set(xlabel="seconds, evaluations and all", ylabel="test error, %", yscale="log")
+    axes.set(xlabel="seconds with evaluations", ylabel="test error, %", yscale="log")
     axes.set_xlim(left=0)
     if of:
         report.plain_ticks(axes, "y")
@@ -319,7 +319,7 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
         for title, phases in (("first phase", FIRST), ("second phase", SECOND))
     }
     # The processes share the cores.
-    yield row("cores of a process", lambda run: f"{min(run.threads, run.facts['cores'] / run.processes):.2g}")
+    yield row("cores per process", lambda run: f"{min(run.threads, run.facts['cores'] / run.processes):.2g}")
     for title, name in FACTS.items():
         yield row(title, lambda run, name=name: f"{run.facts[name]:,}")
     yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
@@ -330,9 +330,10 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
     yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2, tested=True)
     yield from (row(f"rows per second of all, {phase}", speed) for phase, speed in speeds.items())
     yield from (
-        row(f"times those of 1 process, {phase}", compared(speed, truediv), 2) for phase, speed in speeds.items()
+        row(f"rows per second against 1 process, {phase}", compared(speed, truediv), 2)
+        for phase, speed in speeds.items()
     )
-    yield row("seconds, evaluations and all", lambda run: run.epochs[-1]["seconds"])
+    yield row("seconds with evaluations", lambda run: run.epochs[-1]["seconds"])
 
 
 def _processes(count: int) -> str:

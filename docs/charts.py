@@ -199,7 +199,7 @@ class Dots(Chart):
             shapes += [line(x(at), 34, x(at), bottom, "grid"), text(x(at), bottom + 18, f"{at:g}", "note", "middle")]
         shapes.append(text((LEFT + RIGHT) / 2, bottom + 40, self.options["axis"], "note", "middle"))
         for nth, (name, (_, mean, deviation)) in enumerate(zip(names, points, strict=True)):
-            y, kind = 54 + 30 * nth, "s0" if "dense" in name else "s1"
+            y, kind = 54 + 30 * nth, "s0" if name.startswith("dense") else "s1"
             label = f"{mean:.{digits}f}" + f" ± {deviation:.{digits}f}" * (deviation > 0)
             shapes += [text(LEFT - 12, y + 5, name, f"name {kind}", "end"), text(RIGHT + 12, y + 5, label)]
             shapes.append(line(x(mean - deviation), y, x(mean + deviation), y, f"bar {kind}"))

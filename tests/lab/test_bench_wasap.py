@@ -148,7 +148,7 @@ def test_the_report(wasap, tmp_path):
     markdown = paths[1].read_text()
     assert "|  | 1 process | 4 processes | 2 processes, WASSP |" in markdown
     for title, expected in {
-        "cores of a process": ["1", "0.5", "1"],
+        "cores per process": ["1", "0.5", "1"],
         "seeds": ["2", "2", "1"],
         "epochs": ["3", "3", "3"],
         "of them in the first phase": ["2", "2", "2"],
@@ -157,7 +157,7 @@ def test_the_report(wasap, tmp_path):
         "test accuracy, against 1 process": ["0.00 ± 0.00", "-0.25 ± 1.06", "-1.00"],
         "rows per second of all, first phase": ["102 ± 4", "252 ± 67", "150"],
         "rows per second of all, second phase": ["200 ± 0", "600 ± 141", "400"],
-        "times those of 1 process, second phase": ["1.00 ± 0.00", "3.00 ± 0.71", "2.00"],
+        "rows per second against 1 process, second phase": ["1.00 ± 0.00", "3.00 ± 0.71", "2.00"],
     }.items():
         assert cells(markdown, title) == expected
     assert "| 2 processes, seed 0 | exit status 3 |" in markdown
