@@ -43,30 +43,6 @@ def test_a_model_that_routes_by_its_data():
     assert sparse(data[0]).isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PyTorch: its older parametrizations
-@pytest.mark.parametrize(
-    "change",
-    [
-        nn.utils.spectral_norm,
-        nn.utils.weight_norm,
-        lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.5),
-    ],
-    ids=["spectral_norm", "weight_norm", "prune"],
-)
-def test_weights_that_a_hook_computes_stay_as_they_are(change):
-    import torch.nn.utils.prune
-
-    model = nn.Sequential(change(nn.Linear(32, 64)), nn.Linear(64, 64)).eval()
-    x = torch.randn(3, 32)
-    with torch.no_grad():
-        model(x)
-        with pytest.warns(bs.SparsityWarning, match=r"stay as they are\n  0.weight.*: its module computes weight"):
-            sparse = bs.sparsify(model, 0.5, block_size=8, force=True, inplace=True)
-        assert type(sparse[0]) is nn.Linear
-        assert isinstance(sparse[1], bs.nn.Linear)
-        assert sparse(x).shape == (3, 64)
-
-
 @pytest.mark.parametrize("inplace", [True, False])
 def test_backward_hooks_move_along(inplace):
     seen = []

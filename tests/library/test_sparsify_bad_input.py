@@ -238,10 +238,13 @@ def test_a_weight_without_numbers_stays_dense():
 COMPUTED = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "spectral norm": spectral_norm,
+    "spectral norm by a hook": nn.utils.spectral_norm,
+    "weight norm by a hook": nn.utils.weight_norm,
     "pruned bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PyTorch: its older parametrizations
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_a_layer_that_computes_its_weight_stays_dense(kind, inplace, data):

@@ -226,14 +226,7 @@ def test_only_models_of_transformers_are_attached(monkeypatch):
 
 
 def test_a_block_sparse_head_refuses_more_tokens_before_anything_changes():
-    config = transformers.LlamaConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=False,
-    )
+    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 48}, tie_word_embeddings=False)
     model = bs.sparsify(transformers.LlamaForCausalLM(config), 0.5, 8, force=True)
     with pytest.raises(bs.BlockSparseError, match="resize_token_embeddings: the output layer lm_head is block-sparse"):
         model.resize_token_embeddings(56)
