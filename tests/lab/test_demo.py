@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from blocksparse.measure import Spread
+from blocksparse.measure import Samples
 from blocksparse_lab.cli import app, demo_page
 from blocksparse_lab.cli.demo import Sizes, play, plot
-from blocksparse_lab.recipes import next_byte
+from blocksparse_lab.recipes import three_ways
 from browser import Browser, program
 
 TINY = Sizes(
@@ -22,8 +22,17 @@ TINY = Sizes(
     block=16,
     densities=(1, 0.5),
     budget=0.05,
-    training={"context": 16, "steps": 12, "batch": 32, "warmup": 2, "eval_every": 4, "probe": 100},
-    models={"width": 256, "depth": 1, "embedding": 8, "block_size": 8},
+    training={
+        "hidden": 128,
+        "density": 0.25,
+        "batch": 16,
+        "steps": 12,
+        "evaluate_every": 4,
+        "test_size": 60,
+        "probe": 20,
+        "inference_budget": 0.02,
+        "seconds": 600.0,
+    },
 )
 
 pytestmark = pytest.mark.usefixtures("any_backend")
@@ -69,27 +78,33 @@ class Page(HTMLParser):
 def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
     shown = run(novel, tmp_path / "out", width)
     assert max(len(line) for line in shown.splitlines() if "demo.html" not in line) <= width
-    for words in ("relative error", "density", "bits per byte, held-out text", "ms per step", "demo.html"):
+    for words in (
+        "times as fast",
+        "density",
+        "right, held-out bytes",
+        "memory to train",
+        "relative error",
+        "demo.html",
+    ):
         assert words in shown
 
     html = (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
     parsed = Page(html)
     assert not parsed.open
-    assert len(parsed.references) == 3
+    assert len(parsed.references) == 2
     assert all(one.startswith("data:image/svg+xml;base64,") for one in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.tags)
     assert not re.search(r"http|url\(|@import", re.sub(r'src="data:[^"]*"', "", html))
     assert "a novel &amp; &lt;more&gt;.txt" in html
 
     found = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
-    dense, sparse = found["training"]["models"]
-    assert found["training"]["steps"] == 12
     assert not found["interrupted"]
-    assert sparse["parameters"] == pytest.approx(dense["parameters"], rel=0.01)
-    for model in (dense, sparse):
-        assert f"{model['held_out']:.3f}" in html
-        assert f"{model['held_out']:.3f}" in shown
-        assert f"{model['parameters']:,}" in html
+    models = {model["name"]: model for model in found["training"]["models"]}
+    assert [model["done"] for model in models.values()] == [12, 12, 12, 12]
+    for name in ("dense", "block-sparse", "dense made sparse"):
+        accuracy = f"{100 * models[name]['accuracy']:.1f} %"
+        assert accuracy in html
+        assert accuracy in shown
     if program():
         browser = Browser(390)  # a phone's width
         browser.open(tmp_path / "out" / "demo.html")
@@ -97,27 +112,27 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
         browser.close()
 
 
-@pytest.mark.full  # test_next_byte.py checks the same of the training alone
+@pytest.mark.full  # test_three_ways.py checks the same of the training alone
 def test_two_runs_give_the_same_curves(novel, tmp_path):
     curves = []
     for name in ("a", "b"):
         run(novel, tmp_path / name)
         models = json.loads((tmp_path / name / "demo.json").read_text())["training"]["models"]
-        curves.append([(model["curve"]["bits"], model["held_out"]) for model in models])
+        curves.append([(model["curve"], model["accuracy"]) for model in models])
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, steps):
-    loss, done = next_byte.NextByteTask.loss, []
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, turns):
+    train = three_ways.ThreeWays.train
 
-    def interrupted(self, step):
-        if len(done) == 2 * steps + 1:  # in a step of the second model
-            raise KeyboardInterrupt
-        done.append(step)
-        return loss(self, step)
+    def interrupted(self):
+        for done, entry in enumerate(train(self), 1):
+            yield entry
+            if done > turns:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(next_byte.NextByteTask, "loss", interrupted)
+    monkeypatch.setattr(three_ways.ThreeWays, "train", interrupted)
     with pytest.raises(typer.Exit) as caught:
         run(novel, tmp_path)
     assert caught.value.exit_code == 130
@@ -125,14 +140,16 @@ def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, steps):
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert "Stopped before the end" in html
     assert found["interrupted"]
-    assert found["training"]["steps"] == steps
-    assert len(found["training"]["models"]) == (2 if steps else 0)
+    if turns:  # the dense and the block-sparse net have trained
+        assert [model["done"] for model in found["training"]["models"]] == ([5, 5] if turns == 1 else [10, 5, 5])
+    else:
+        assert "training" not in found
     assert not Page(html).open
 
 
 def test_ctrl_c_before_the_training(novel, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "blocksparse_lab.recipes.example_2017.run", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+        "blocksparse_lab.recipes.three_ways.text_data", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(typer.Exit):
         run(novel, tmp_path)
@@ -159,23 +176,38 @@ def test_mistakes_end_in_one_line_before_anything_runs(tmp_path, monkeypatch, ar
     result = CliRunner().invoke(app, ["demo", *arguments])
     assert result.exit_code == 1
     assert message in result.output
-    assert "The 2017 example" not in result.output
+    assert "One net" not in result.output
     assert "Traceback" not in result.output
 
 
-def outcome(name, held_out, ms):
-    spread = Spread(ms / 1e3, ms / 1e3, ms / 1e3, 10)
-    return next_byte.Outcome(name, 8, 100, 90, 0.1, held_out, held_out, spread, next_byte.Curve())
-
-
 @pytest.mark.parametrize(
-    ("dense", "sparse", "words"),
-    [(2.0, 1.9, "5.0 % fewer"), (2.0, 2.1, "5.0 % more"), (2.0, 2.004, "no real difference")],
+    ("accuracy", "seconds", "words"),
+    [
+        (0.9, 2.0, "trains 5.0 times as fast as the dense one, at 90.0 against 90.0 % right"),
+        (0.8, 2.0, "trains 5.0 times as fast as the dense one, but is less accurate: 80.0 against 90.0 % right"),
+        (0.9, 10.0, "does not train faster here: 1.00 times as fast"),
+    ],
 )
-def test_the_verdict_names_the_better_model(dense, sparse, words):
-    text = demo_page.verdict([outcome("dense", dense, 8.0), outcome("block-sparse", sparse, 10.0)])
-    assert words in text
+def test_the_headline_is_honest(accuracy, seconds, words):
+    comparison = finished({"dense": (0.9, 10.0), "block-sparse": (accuracy, seconds), "small dense": (0.7, 1.0)})
+    assert words in demo_page.headline(comparison)
+
+
+def test_the_small_net_is_compared_at_equal_cost():
+    comparison = finished({"dense": (0.9, 10.0), "block-sparse": (0.9, 2.5), "small dense": (0.7, 2.0)})
+    text = demo_page.equal_cost(comparison)
+    assert "70.0 % right, the block-sparse net 90.0 %" in text
     assert "1.25 times as long" in text
+
+
+def finished(results):
+    """Return a comparison whose nets have these accuracies and seconds per step."""
+    settings = three_ways.Settings(hidden=64, density=0.25, steps=1, test_size=4)
+    comparison = three_ways.ThreeWays(three_ways.letters_data(settings), settings)
+    for name, (accuracy, seconds) in results.items():
+        comparison.entries[name].accuracy, comparison.entries[name].step_seconds = accuracy, [seconds]
+    comparison.inference = Samples({name: [0.1] for name in results}, dict.fromkeys(results, 1))
+    return comparison
 
 
 def test_a_plot_fits_its_box():

@@ -1,4 +1,4 @@
-"""`blocksparse demo`: show on this machine, in under two minutes, what the library does."""
+"""`blocksparse demo`: show on this machine, in under a minute, what block-sparse weights gain."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import Progress, TextColumn
 from rich.text import Text
 
@@ -21,15 +22,19 @@ from blocksparse.errors import BlockSparseError
 from .terminal import COUNT, bar, make_folder, say, table
 
 if TYPE_CHECKING:
-    from ..recipes.next_byte import Race
+    from ..recipes.three_ways import Data, Settings, ThreeWays
     from .demo_page import Story
 
-DENSE, SPARSE = "dark_orange", "dodger_blue1"
-COLOR_NUMBERS = (208, 33)  # the same among a terminal's 256 colours
+# Colours of the dense net, the block-sparse one, the sparsified one and the small dense one, by name and among a
+# terminal's 256 colours.
+COLORS = ("dark_orange", "dodger_blue1", "medium_purple", "grey62")
+COLOR_NUMBERS = (208, 33, 104, 247)
 
-# Steps per second on two slow cores. The number of steps depends on it, not on the clock, so that a seed gives the
-# same curve each time.
-STEPS_PER_SECOND = 20
+# On two cores. The number of steps depends on it, not on the clock, so that a seed gives the same curves each time.
+STEPS_PER_SECOND = 8
+
+NEXT = """Try your own model: bs.sparsify(model, density=0.1, force=True), then train on.
+How to: docs/how_to/sparsify.md and docs/how_to/sparse_training.md"""
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,21 @@ class Sizes:
     batch: int = 64
     block: int = 32
     densities: Sequence[float] = (1, 0.5, 0.25, 0.1, 0.05, 0.02)
-    budget: float = 1.2
+    budget: float = 0.5
     training: dict[str, Any] = field(default_factory=dict)
-    models: dict[str, Any] = field(default_factory=dict)
 
 
 def demo(
-    text: Annotated[Path | None, typer.Option(help="Train on this file; by default on Python's help topics.")] = None,
-    seconds: Annotated[float, typer.Option(help="Stop training after this time; plans 20 steps per second.")] = 80,
+    text: Annotated[
+        Path | None, typer.Option(help="Train on the next byte of this file; by default on drawn letters and digits.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Plan 8 training steps for each second; stop training after twice this time.")
+    ] = 25,
     out: Annotated[Path, typer.Option(help="Folder for demo.html and demo.json.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Run the 2017 example, the speed-up, and a race of a wide block-sparse and a dense model; write a page.
+    """Train a net dense and block-sparse, time products, check the 2017 example; write a page.
 
     Ctrl-C ends it early and keeps the results so far.
     """
@@ -62,7 +70,7 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     """Run `demo` at any sizes."""
     from ..data import text as texts
     from ..machine import machine
-    from ..recipes.next_byte import RaceSettings
+    from ..recipes import three_ways
     from . import demo_page as page
 
     if not 0 < seconds < math.inf:
@@ -70,10 +78,8 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     if not 0 <= seed < 2**32:
         raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", seed)
     steps = max(1, round(seconds * STEPS_PER_SECOND))
-    settings = RaceSettings(**{"steps": steps, "seconds": seconds, "seed": seed, **sizes.training})
-    data = texts.python_topics() if text is None else texts.read(text)
-    name = "The help topics of Python" if text is None else text.name
-    parts = texts.split(data, settings.context, name=name)
+    settings = three_ways.Settings(**{"steps": steps, "seconds": 2 * seconds, "seed": seed, **sizes.training})
+    parts = None if text is None else texts.split(texts.read(text), three_ways.CONTEXT, name=text.name)
     make_folder(out)
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has no load average
@@ -82,42 +88,72 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     console.print("[bold]blocksparse demo[/]")
     say(console, f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", "dim")
     if load > 0.5:
-        say(console, f"other programs are running (load {load:.1f}): times will be of a shared machine", "yellow")
+        say(console, f"Other programs are running (load {load:.1f}), so times are less certain.", "yellow")
     try:
-        _example(console, story, sizes)
-        _speedups(console, story, sizes)
-        _train(console, story, sizes, parts, settings)
+        with bar(console) as progress:
+            task = progress.add_task("making examples", total=1)
+            data = three_ways.letters_data(settings) if parts is None else three_ways.text_data(parts, settings)
+            progress.advance(task)
+        _train(console, story, data, settings)
+        if not story.interrupted:
+            _speedups(console, story, sizes)
+            _example(console, story, sizes)
+            _equal_cost(console, story)
     except KeyboardInterrupt:
         story.interrupted = True
     (out / "demo.html").write_text(page.render(story), encoding="utf-8")
     (out / "demo.json").write_text(json.dumps(_as_dict(story), indent=1) + "\n", encoding="utf-8")
     if story.interrupted:
-        console.print("\ninterrupted: the page has what was done by then", style="yellow")
+        console.print("\nInterrupted: the page has the results so far.", style="yellow")
     console.print(f"\nOpen [bold]{(out / 'demo.html').resolve()}[/]", highlight=False, soft_wrap=True)
     if story.interrupted:
         raise typer.Exit(130)
+    say(console, NEXT)
 
 
-# -- the parts -----------------------------------------------------------------------------------------------------
+# -- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _example(console: Console, story: Story, sizes: Sizes) -> None:
-    """Run the 2017 example and print its errors and times."""
-    from ..recipes import example_2017
-    from .demo_page import example_rows
+def _train(console: Console, story: Story, data: Data, settings: Settings) -> None:
+    """Train the nets, with a live plot, and print the headline and the table."""
+    from ..recipes.three_ways import SPARSIFIED, ThreeWays
+    from .demo_page import compared, headline
 
-    _title(console, 1, "The 2017 example, checked against dense")
-    with bar(console) as progress:
-        task = progress.add_task("checking and timing", total=1)
-        story.example = example = example_2017.run(
-            sizes.hidden, sizes.block, sizes.batch, seed=story.seed, budget=sizes.budget
-        )
-        progress.advance(task)
-    what = f"y = bsmm(x, w): hidden {example.hidden}, blocks of {example.block}, batch {example.batch}"
-    say(console, what, "dim")
-    console.print(
-        table(("", ""), [(name, *cells) for name, cells in example_rows(example)], words=2, show_header=False)
-    )
+    s = settings
+    _title(console, 1, f"One net, three ways: {data.name}")
+    widths = f"1,024 -> {s.hidden:,} -> {s.hidden:,} -> {data.classes}"
+    examples = f"{s.steps * s.batch:,} examples to train on, {len(data.test[1]):,} {data.test_name} to test on"
+    say(console, f"{widths}, density {s.density:g}\n{examples}", "dim")
+    comparison = ThreeWays(data, settings)
+    columns = (*COUNT[:3], TextColumn("{task.fields[seconds]:5.1f} s"), TextColumn("{task.fields[right]}"))
+    progress = Progress(*columns, console=console)
+    tasks = {name: progress.add_task(name, total=s.steps, seconds=0.0, right="") for name in comparison.entries}
+    tasks[SPARSIFIED] = progress.add_task(SPARSIFIED, total=None, seconds=0.0, right="")
+    try:
+        with Live(progress, console=console, refresh_per_second=4, transient=True) as live:
+            for entry in comparison.train():
+                right = f"{100 * entry.curve[-1][1]:.0f} % right" if entry.curve else ""
+                progress.update(
+                    tasks[entry.name], completed=entry.done, total=entry.steps, seconds=entry.seconds, right=right
+                )
+                if entry.curve and entry.curve[-1][0] == entry.done:
+                    live.update(Group(progress, _plot(console, comparison)))
+            comparison.finish()
+    except KeyboardInterrupt:
+        comparison.finish()
+        story.interrupted = True
+    if not comparison.comparable:
+        return
+    story.comparison = comparison
+    if not comparison.complete:
+        say(console, "Training stopped before its end, so accuracies are lower than they could be.", "yellow")
+    console.print(_plot(console, comparison))
+    console.print(f"\n[bold]{headline(comparison)}[/]\n", highlight=False)
+    head = [f"[{color}]{name}[/]" for color, name in zip(COLORS, comparison.ways, strict=False)]
+    made = table(("", *head))
+    for name, cells in compared(comparison):
+        made.add_row(name, *cells)
+    console.print(made)
 
 
 def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
@@ -139,63 +175,56 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
     room = max(4, min(32, console.width - 70))
     for result in story.speedups:
         at, cells = speedup_row(result)
-        line = Text("━" * max(1, round(room * result.speedup("dense").median / longest)), style=SPARSE)
+        line = Text("━" * max(1, round(room * result.speedup("dense").median / longest)), style=COLORS[1])
         made.add_row(at, *cells, f"{1 / result.density:.3g}", line)
     made.columns[-1].justify = "left"
     console.print(made)
 
 
-def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: Any) -> None:
-    """Run the race, with a live plot, and print its result."""
-    from ..recipes import next_byte
-    from .demo_page import Training, compared, verdict
+def _example(console: Console, story: Story, sizes: Sizes) -> None:
+    """Run the 2017 example and print its errors and times."""
+    from ..recipes import example_2017
+    from .demo_page import example_rows
 
-    _title(console, 3, "The next byte: dense against wide and block-sparse, equal parameters")
-    models, layouts = next_byte.contenders(settings.context, seed=story.seed, **sizes.models)
-    race = next_byte.Race(models, next_byte.LEARNING_RATES, parts, settings)
-    training = Training(parts.name, len(parts.train), len(parts.held_out), settings, layouts)
-    story.training = training
-    line = f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out"
-    console.print(line, style="dim", markup=False, highlight=False)
-    try:
-        progress = Progress(*COUNT, TextColumn("{task.fields[bits]}"), console=console)
-        task = progress.add_task("training both", total=settings.steps, bits="")
-        with Live(progress, console=console, refresh_per_second=4) as live:
-            for step in race.run():
-                progress.update(task, completed=step, bits=_now(race))
-                if step % settings.eval_every == 0 or step == settings.steps:
-                    live.update(Group(progress, _plot(console, race)))
-            progress.update(task, description="evaluating")
-            training.outcomes = next_byte.outcomes(race)
-            progress.update(task, description="trained both")
-    except KeyboardInterrupt:
-        if race.steps:
-            training.outcomes = next_byte.outcomes(race, at_most=settings.probe)
-        story.interrupted = True
-    training.steps = race.steps
-    if not training.outcomes:
-        return
-    made = table(("", f"[{DENSE}]dense[/]", f"[{SPARSE}]block-sparse[/]"))
-    for name, cells in compared(training.outcomes):
-        style = "bold" if "held-out" in name or "ms" in name else None
-        made.add_row(name, *cells, style=style)
-    if training.steps < settings.steps:
-        console.print(f"stopped after {training.steps:,} of {settings.steps:,} steps", style="yellow", highlight=False)
-    console.print()
-    console.print(made)
-    console.print(f"\n{verdict(training.outcomes)}", highlight=False)
+    _title(console, 3, "The 2017 example, checked against dense")
+    with bar(console) as progress:
+        task = progress.add_task("checking and timing", total=1)
+        story.example = example = example_2017.run(
+            sizes.hidden, sizes.block, sizes.batch, seed=story.seed, budget=sizes.budget
+        )
+        progress.advance(task)
+    what = f"y = bsmm(x, w): hidden {example.hidden}, blocks of {example.block}, batch {example.batch}"
+    say(console, what, "dim")
+    rows = [(name, *cells) for name, cells in example_rows(example)]
+    console.print(table(("", ""), rows, words=2, show_header=False))
 
 
-def _plot(console: Console, race: Race) -> Text:
-    """Plot the held-out bits per byte of both models so far."""
-    from .demo_page import bits_range
+def _equal_cost(console: Console, story: Story) -> None:
+    """Print how the wide block-sparse net compares with a dense one of equal cost."""
+    from .demo_page import equal_cost
 
-    curves = list(race.curves.values())
-    if console.options.ascii_only or not all(curve.held_out for curve in curves):
+    if story.comparison is not None:
+        _title(console, 4, "Wide and block-sparse, or small and dense")
+        console.print(equal_cost(story.comparison), highlight=False)
+
+
+# -- pieces --------------------------------------------------------------------------------------------------------
+
+
+def _title(console: Console, number: int, text: str) -> None:
+    console.print(f"\n[bold {COLORS[1]}]{number}[/]  [bold]{escape(text)}[/]", highlight=False)
+
+
+def _plot(console: Console, comparison: ThreeWays) -> Text:
+    """Plot the accuracy of the nets so far against seconds of training."""
+    curves = [comparison.seconds_and_accuracy(name) for name in comparison.ways]
+    if console.options.ascii_only or not all(seconds for seconds, _ in curves):
         return Text()
-    points = [(curve.evaluated_at, curve.held_out) for curve in curves]
-    picture = plot(points, min(console.width, 100), 12, (0, race.settings.steps), bits_range(curves))
-    title = Text("held-out bits per byte   ", style="dim").append("━ dense  ", DENSE).append("━ block-sparse", SPARSE)
+    most = max(seconds[-1] for seconds, _ in curves)
+    picture = plot(curves, min(console.width, 100), 12, (0, most), (0, 100))
+    title = Text("% right against seconds of training  ", style="dim")
+    for color, name in zip(COLORS, comparison.ways, strict=False):
+        title.append(f" ━ {name}", color)
     return Text("\n").join([title, picture])
 
 
@@ -206,7 +235,7 @@ def plot(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> Text:
-    """Plot the curves of the dense and the block-sparse model in characters of a terminal.
+    """Plot curves in characters of a terminal, in the order of `COLORS`.
 
     Args:
         curves: x and y of each.
@@ -221,43 +250,31 @@ def plot(
     figure.axes(False, side=1)
     for axis, limits in (("x", x_range), ("y", y_range)):
         figure.ruler(axis).lim(*limits)
-    for (x, y), color in zip(curves, COLOR_NUMBERS, strict=True):
+    for (x, y), color in zip(curves, COLOR_NUMBERS, strict=False):
         figure.draw(figure.signal(list(x), list(y), marker=plotext.marker("braille", plotext.pixel(color))).lines())
     return Text.from_ansi(str(figure.build()).rstrip("\n"), no_wrap=True)
-
-
-def _now(race: Race) -> str:
-    """Describe the newest step of the race."""
-    shown = [
-        f"[{style}]{curve.held_out[-1]:.3f}[/]"
-        for curve, style in zip(race.curves.values(), (DENSE, SPARSE), strict=True)
-        if curve.held_out
-    ]
-    return " ".join(shown)
-
-
-# -- pieces --------------------------------------------------------------------------------------------------------
-
-
-def _title(console: Console, number: int, text: str) -> None:
-    console.print(f"\n[bold {SPARSE}]{number}[/]  [bold]{text}[/]", highlight=False)
 
 
 def _as_dict(story: Story) -> dict[str, Any]:
     """Return the numbers of a demo, ready for JSON."""
     content: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
+    if (comparison := story.comparison) is not None:
+        names = ("name", "rate", "steps", "done", "parameters", "memory", "seconds", "accuracy", "curve")
+        content["training"] = {
+            "data": comparison.data.name,
+            "settings": asdict(comparison.settings),
+            "models": [
+                {name: getattr(entry, name) for name in names}
+                | {"step": vars(entry.step), "inference": vars(comparison.inference.time(entry.name))}
+                for entry in comparison.entries.values()
+            ],
+        }
+    content["speedups"] = [result.as_dict() for result in story.speedups]
     if (example := story.example) is not None:
-        names = ("hidden", "block", "batch", "relative_error", "largest_error")
-        content["example_2017"] = {name: getattr(example, name) for name in names} | {
+        facts = ("hidden", "block", "batch", "relative_error", "largest_error")
+        content["example_2017"] = {name: getattr(example, name) for name in facts} | {
             "density": example.layout.density,
             "seconds": {name: vars(example.samples.time(name)) for name in example.samples.names},
             "speedup": vars(example.samples.ratio("dense", "block-sparse")),
-        }
-    content["speedups"] = [result.as_dict() for result in story.speedups]
-    if (training := story.training) is not None:
-        facts = ("text", "train_bytes", "held_out_bytes", "steps")
-        content["training"] = {name: getattr(training, name) for name in facts} | {
-            "settings": asdict(training.settings),
-            "models": [asdict(outcome) for outcome in training.outcomes],
         }
     return content

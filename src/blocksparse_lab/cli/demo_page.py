@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from blocksparse.layout import BlockLayout
 from blocksparse.measure import Spread
 
 from ..bench.linear import CaseResult
 from ..bench.report import duration, ratio, short
-from ..models.bytes import ByteLayouts
 from ..recipes.example_2017 import Example
-from ..recipes.next_byte import Curve, Outcome, RaceSettings
-from .page import DENSE, INK, SPARSE, axes_for_page, image
-from .page import render as filled
+from ..recipes.three_ways import DENSE, SMALL, SPARSE, SPARSIFIED, ThreeWays
+from . import page
+from .page import INK, axes_for_page, image
+from .terminal import short as in_three_digits
 
+COLORS = {DENSE: page.DENSE, SPARSE: page.SPARSE, SPARSIFIED: "#8a6fd1"}
 
-@dataclass
-class Training:
-    """The race of a demo: the text, the models and their progress."""
-
-    text: str
-    train_bytes: int
-    held_out_bytes: int
-    settings: RaceSettings
-    layouts: ByteLayouts
-    steps: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+# A difference in accuracy below this is chance, with a test set of 4,000.
+CHANCE = 0.01
 
 
 @dataclass
@@ -40,58 +28,68 @@ class Story:
 
     machine: dict[str, Any]
     seed: int
-    example: Example | None = None
+    comparison: ThreeWays | None = None
     speedups: list[CaseResult] = field(default_factory=list)
-    training: Training | None = None
+    example: Example | None = None
     interrupted: bool = False
 
 
 def render(story: Story) -> str:
     """Render the whole page."""
-    values: dict[str, Any] = {"story": story, "outcomes": [], "best": None, "example": story.example}
-    if story.example is not None:
-        values["example_rows"] = example_rows(story.example)
+    values: dict[str, Any] = {"story": story, "comparison": story.comparison, "example": story.example}
+    if story.comparison is not None:
+        values |= _comparison(story.comparison)
     if story.speedups:
         values |= _speedups(story.speedups)
-    if story.training is not None and story.training.outcomes:
-        values |= _training(story.training)
+    if story.example is not None:
+        values["example_rows"] = example_rows(story.example)
     names = ("cpu", "isa", "threads", "load before", "system", "python", "torch", "blocksparse", "commit", "date")
     machine = [(name, [story.machine[name]]) for name in names if story.machine.get(name) is not None]
     machine.append(("seed", [story.seed]))
-    return filled("demo.html", {"short": short}, title="blocksparse demo", machine=machine, **values)
+    return page.render("demo.html", title="blocksparse demo", machine=machine, **values)
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Say which model did better and how long a step of each takes."""
-    dense, sparse = outcomes
-    gain = 100 * (1 - sparse.held_out / dense.held_out)
-    difference = f"{abs(gain):.1f} % {'fewer' if gain > 0 else 'more'}" if abs(gain) >= 0.3 else "no real difference"
-    return (
-        f"On held-out text the wide block-sparse model needs {sparse.held_out:.3f} bits per byte, "
-        f"the dense one {dense.held_out:.3f}: {difference}. "
-        f"Its step takes {duration(sparse.step.median)}, the dense one's {duration(dense.step.median)}: "
-        f"{sparse.step.median / dense.step.median:.2f} times as long."
-    )
+def headline(comparison: ThreeWays) -> str:
+    """Say how many times as fast the block-sparse net trains, and how accurate both nets are."""
+    dense, sparse = comparison.entries[DENSE], comparison.entries[SPARSE]
+    times = dense.mean_step / sparse.mean_step
+    accuracies = f"{100 * sparse.accuracy:.1f} against {100 * dense.accuracy:.1f} % right"
+    if times < 1.05:
+        speed = f"{times:.2f} times as fast as the dense one"
+        return f"The block-sparse net does not train faster here: {speed}, {accuracies}."
+    gain = sparse.accuracy - dense.accuracy
+    accuracy = f"but is less accurate: {accuracies}" if gain < -CHANCE else f"at {accuracies}"
+    return f"The block-sparse net trains {times:.1f} times as fast as the dense one, {accuracy}."
 
 
-def compared(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
-    """Return the rows of the models' table: a name and a cell per model."""
+def compared(comparison: ThreeWays) -> list[tuple[str, list[str]]]:
+    """Return the rows of the table of the three ways: a name and a cell per net."""
+    entries = [comparison.entries[name] for name in comparison.ways]
+    seconds = [f"{entry.seconds:.1f} s" for entry in entries]
+    if len(entries) == 3:
+        seconds[2] = f"{entries[0].seconds:.1f} + {seconds[2]}"
     return [
-        ("hidden width", [f"{o.width:,}" for o in outcomes]),
-        ("parameters", [f"{o.parameters:,}" for o in outcomes]),
-        ("multiply-adds per byte", [f"{o.multiply_adds:,}" for o in outcomes]),
-        ("peak learning rate", [f"{o.learning_rate:g}" for o in outcomes]),
-        ("bits per byte, training text", [f"{o.train:.3f}" for o in outcomes]),
-        ("bits per byte, held-out text", [f"{o.held_out:.3f}" for o in outcomes]),
-        ("ms per step", [_milliseconds(o.step) for o in outcomes]),
+        (f"right, {comparison.data.test_name}", [f"{100 * entry.accuracy:.1f} %" for entry in entries]),
+        ("training", seconds),
+        ("time per step", [duration(entry.step.median) for entry in entries]),
+        ("memory to train", [f"{short(entry.memory / 1e6)} MB" for entry in entries]),
+        ("inference, 64 rows", [duration(_inference(comparison, entry.name)) for entry in entries]),
+        ("parameters", [in_three_digits(entry.parameters) for entry in entries]),
+        ("top learning rate", [f"{entry.rate:g}" for entry in entries]),
     ]
 
 
-def bits_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the range of the bits-per-byte axis for these curves."""
-    seen = [bits for curve in curves for bits in curve.held_out]
-    room = 0.06 * (max(seen) - min(seen)) or 0.1
-    return min(seen) - room, max(seen) + room
+def equal_cost(comparison: ThreeWays) -> str:
+    """Say how the wide block-sparse net compares with a small dense one of equal multiply-adds."""
+    sparse = comparison.entries[SPARSE]
+    if (small := comparison.entries.get(SMALL)) is None:
+        return "The small dense net did not train."
+    return (
+        f"With the multiply-adds of the block-sparse net, a dense net affords {comparison.small_width:,} instead of "
+        f"{comparison.settings.hidden:,} units per layer. It gets {100 * small.accuracy:.1f} % right, the block-sparse "
+        f"net {100 * sparse.accuracy:.1f} %. A step of the block-sparse net takes "
+        f"{sparse.step.median / small.step.median:.2f} times as long."
+    )
 
 
 def example_rows(example: Example) -> list[tuple[str, list[str]]]:
@@ -120,9 +118,9 @@ def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
     figure, axes = axes_for_page((4.6, 3.0))
     axes.plot(density, [1 / d for d in density], color=INK, lw=1.5, ls="--", label="1 / density")
     axes.axhline(1, color=INK, lw=1)
-    axes.plot(density, medians, color=SPARSE, lw=2, marker="o", ms=4, label="measured")
+    axes.plot(density, medians, color=page.SPARSE, lw=2, marker="o", ms=4, label="measured")
     for x, y in zip(density, medians, strict=True):
-        axes.annotate(short(y), (x, y), (0, 6), textcoords="offset points", ha="center", color=SPARSE, size=9)
+        axes.annotate(short(y), (x, y), (0, 6), textcoords="offset points", ha="center", color=page.SPARSE, size=9)
     axes.set(xscale="log", yscale="log", xlabel="density", ylabel="times as fast as dense")
     axes.set_ylim(min(0.8, *medians) * 0.9, max(*medians, 1 / density[0]) * 1.3)
     axes.set_xticks(density, [f"{d:.2g}" for d in density])
@@ -130,7 +128,6 @@ def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
     axes.minorticks_off()
     axes.legend(frameon=False, labelcolor=INK, fontsize=9)
     return {
-        "best": min(results, key=lambda result: abs(result.density - 0.1)),
         "spec": results[0].spec,
         "error": max(error for result in results for error in result.errors.values()),
         "speedup_chart": image(figure, "times as fast as dense against density"),
@@ -138,63 +135,42 @@ def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
     }
 
 
-def _training(training: Training) -> dict[str, Any]:
-    """Return what the page shows of the race."""
-    outcomes = training.outcomes
-    dense, sparse = outcomes
+def _comparison(comparison: ThreeWays) -> dict[str, Any]:
+    """Return what the page shows of the three ways."""
+    dense, sparse = comparison.entries[DENSE], comparison.entries[SPARSE]
     return {
-        "training": training,
-        "settings": training.settings,
-        "outcomes": outcomes,
-        "dense": dense,
-        "sparse": sparse,
-        "hidden": training.layouts.hidden[0],
-        "verdict": verdict(outcomes),
-        "compared": compared(outcomes),
-        "curves": _curves(training) if dense.curve.held_out else None,
-        "weights": _weights(training.layouts, dense.width),
+        "headline": headline(comparison),
+        "ways": comparison.ways,
+        "chart": _chart(comparison),
+        "compared": compared(comparison),
+        "equal_cost": equal_cost(comparison),
+        "times": dense.mean_step / sparse.mean_step,
+        "memory": dense.memory / sparse.memory,
+        "inference": _inference(comparison, DENSE) / _inference(comparison, SPARSE),
     }
 
 
-def _curves(training: Training) -> Any:
-    """Draw bits per byte of held-out text against steps and against seconds; return the picture for the page."""
-    figure, (by_step, by_time) = axes_for_page((9.4, 3.2), columns=2, sharey=True)
-    for outcome, color in zip(training.outcomes, (DENSE, SPARSE), strict=True):
-        curve = outcome.curve
-        every = max(1, len(curve.bits) // 150)
-        running = list(itertools.accumulate(curve.bits, lambda mean, bits: 0.95 * mean + 0.05 * bits))[::every]
-        by_step.plot(range(1, len(curve.bits) + 1, every), running, color=color, lw=1, alpha=0.5)
-        by_step.plot(curve.evaluated_at, curve.held_out, color=color, lw=2, label=outcome.name)
-        seconds = [step * outcome.step.median for step in curve.evaluated_at]
-        by_time.plot(seconds, curve.held_out, color=color, lw=2)
-    by_step.set(xlabel="steps (thin: training batches, running mean)", ylabel="bits per byte")
-    by_step.set(xlim=(0, training.steps), ylim=bits_range([outcome.curve for outcome in training.outcomes]))
-    by_time.set(xlabel="seconds, at the median time per step")
-    by_time.set_xlim(left=0)
-    by_step.legend(frameon=False, labelcolor=INK, fontsize=9)
-    return image(figure, "bits per byte of held-out text against steps and seconds")
+def _chart(comparison: ThreeWays) -> Any:
+    """Draw accuracy against seconds of training, and bars of memory and inference."""
+    figure, (curves, memory, inference) = axes_for_page((9.4, 3.4), columns=3, width_ratios=(3, 1, 1))
+    for name in comparison.ways:
+        entry, color = comparison.entries[name], COLORS[name]
+        seconds, right = comparison.seconds_and_accuracy(name)
+        curves.plot(seconds, right, color=color, lw=2, marker="o", ms=3, label=name)
+        for axes, height in ((memory, entry.memory / 1e6), (inference, 1e3 * _inference(comparison, name))):
+            bar = axes.bar(name, height, color=color, width=0.7)
+            axes.bar_label(bar, [short(height)], color=INK, size=9)
+    curves.set(xlabel="seconds of training", ylabel="% right", ylim=(0, 100))
+    curves.set_xlim(left=0)
+    curves.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
+    memory.set(xticks=[], xlabel="MB to train")
+    inference.set(xticks=[], xlabel="ms for 64 rows")
+    return image(figure, "accuracy against seconds of training; memory to train; time of inference")
 
 
-def _weights(layouts: ByteLayouts, narrow: int) -> Any:
-    """Draw the weights of both models to scale."""
-    hidden = layouts.hidden[0]
-    shown: list[tuple[str, tuple[int, int], BlockLayout | None]] = [
-        ("dense", (narrow, narrow), None),
-        ("block-sparse, hidden", hidden.shape, hidden),
-        ("inlet", layouts.inlet.shape, layouts.inlet),
-        ("outlet", layouts.outlet.shape, layouts.outlet),
-    ]
-    widths, height = [shape[1] for _, shape, _ in shown], max(shape[0] for _, shape, _ in shown)
-    figure, axes = axes_for_page((9.4, 9.4 * height / sum(widths) + 0.5), columns=4, width_ratios=widths)
-    for one, (name, shape, layout) in zip(axes, shown, strict=True):
-        mask = np.ones((1, 1)) if layout is None else layout.mask().numpy()
-        colour = np.array([0x2F, 0x86, 0xCF, 0] if layout is not None else [0xD9, 0x74, 0x2B, 0], np.uint8)
-        picture = np.tile(colour, (*mask.shape, 1))
-        picture[..., 3] = np.where(mask, 255, 24)
-        one.imshow(picture, extent=(0, shape[1], shape[0], 0), interpolation="nearest")
-        one.set(xticks=[], yticks=[], xlabel=f"{name}\n{shape[0]} x {shape[1]}", anchor="S")
-        one.spines[:].set_visible(False)
-    return image(figure, "the weights of both models, to scale")
+def _inference(comparison: ThreeWays, name: str) -> float:
+    """Return the median seconds of a net for a batch of 64."""
+    return comparison.inference.time(name).median
 
 
 def _milliseconds(spread: Spread) -> str:
