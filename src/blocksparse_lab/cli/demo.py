@@ -34,7 +34,7 @@ COLOR_NUMBERS = (208, 33, 104, 247)
 STEPS_PER_SECOND = 8
 
 NEXT = """Try your own model: bs.sparsify(model, density=0.1, force=True), then train on.
-How to: docs/how_to/sparsify.md and docs/how_to/sparse_training.md"""
+How to: docs/how_to/recover_accuracy.md and docs/how_to/sparse_training.md"""
 
 
 @dataclass(frozen=True)
