@@ -70,7 +70,7 @@ def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
     for tree in TREES:
         for key, value in vars(old)[tree].items():
             its = vars(new)[tree]
-            if key in own or its.get(key) is value or (_has_several_weights(old) and _is_taken(new, key)):
+            if key in own or its.get(key) is value or (_may_rename_parameters(old) and _is_taken(new, key)):
                 continue
             _check_name_is_free(old, new, key, name)
             its[key] = value
@@ -93,8 +93,8 @@ def _is_taken(module: nn.Module, key: str) -> bool:
     return key in vars(module) or any(key in vars(module)[tree] for tree in TREES)
 
 
-def _has_several_weights(module: nn.Module) -> bool:
-    """Check whether parameters of the module may be named after layers, or replaced under the same names."""
+def _may_rename_parameters(module: nn.Module) -> bool:
+    """Check whether the class names parameters by itself, so that its replacement has entries of the same names."""
     return isinstance(module, nn.RNNBase | MultiWeightModule)
 
 

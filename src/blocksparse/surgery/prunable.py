@@ -242,24 +242,25 @@ def survey(
     owners: dict[Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append(_dotted(name, key))
+            owners.setdefault(parameter, []).append(f"{name}.{key}".lstrip("."))
     found = []
-    inside = _dense_inside_parents(model)
+    dense_inside = _dense_inside_parents(model)
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             continue
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not _is_weight(key, parameter):
+            is_uninitialized = isinstance(parameter, nn.UninitializedParameter)
+            if not (key.startswith("weight") if is_uninitialized else parameter.dim() >= 2):
                 continue
-            weight = Prunable(_dotted(name, key), module, key, _blocks_of(module, key, block))
+            weight = Prunable(f"{name}.{key}".lstrip("."), module, key, _blocks_of(module, key, block))
             if parameter.is_meta and not empty:
                 got = f"{weight.name} on the meta device" + (f"; {why}" if (why := own_forward(module)) else "")
                 raise BlockSparseError.expected("model", "parameters with values", got)
             reason = SKIPPED if module in skipped_modules or weight.name in skipped_names else weight.obstacle
-            reason = inside.get(module) or reason
-            others = [other for other in owners[parameter] if other != weight.name]
-            if reason is None and others:
-                reason = f"tied to {', '.join(others)}"
+            reason = dense_inside.get(module) or reason
+            tied = [other for other in owners[parameter] if other != weight.name]
+            if reason is None and tied:
+                reason = f"tied to {', '.join(tied)}"
             found.append((weight, reason))
     return _without_referenced(model, found)
 
@@ -341,13 +342,6 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
     return Blocks(tensor.shape, block, parts, transposed, multiple)
 
 
-def _is_weight(key: str, parameter: nn.Parameter) -> bool:
-    """Check whether a parameter has two or more axes, or will have once it is initialized."""
-    if isinstance(parameter, nn.UninitializedParameter):
-        return key.startswith("weight")
-    return parameter.dim() >= 2
-
-
 def find_skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
     """Return the modules to leave as they are, and the names of parameters to leave."""
     modules: set[nn.Module] = set()
@@ -419,7 +413,3 @@ def _dense_inside_parents(model: nn.Module) -> dict[nn.Module, str]:
 def qualified(kind: type) -> str:
     """Return the name of a class with its Python module."""
     return f"{kind.__module__}.{kind.__name__}"
-
-
-def _dotted(module: str, parameter: str) -> str:
-    return f"{module}.{parameter}" if module else parameter
