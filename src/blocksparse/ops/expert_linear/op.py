@@ -6,7 +6,7 @@ are those of `linear`, called per expert with its rows and its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..graph_layout import AnyLayout
 from ..linear import LINEAR
-from ..registry import Geometry, LayoutOp, Tensors, can_call_directly, features_of
+from ..registry import Geometry, LayoutOp, Tensors, features_of
 
 
 class ExpertPart(NamedTuple):
@@ -98,9 +98,9 @@ class ExpertLinear(LayoutOp):
         grad_values = grad_x = None
         if needed[0]:
             pair = (x, grad) if transpose else (grad, x)
-            grad_values = _call_of(EXPERT_LINEAR_WGRAD, layout, *pair)(pair, layout, (starts,))
+            grad_values = EXPERT_LINEAR_WGRAD(pair, layout, (starts,))
         if needed[1]:
-            grad_x = _call_of(self, layout, values, grad)((values, grad), layout, (starts, not transpose))
+            grad_x = self((values, grad), layout, (starts, not transpose))
         return grad_values, grad_x
 
 
@@ -137,18 +137,13 @@ class ExpertLinearWgrad(LayoutOp):
         needed: Sequence[bool],
     ) -> Tensors:
         (left, x), (starts,) = saved, options
-        linear = _call_of(EXPERT_LINEAR, layout, left, x, grad)
-        grad_left = linear((grad, x), layout, (starts, False)) if needed[0] else None
-        return grad_left, linear((grad, left), layout, (starts, True)) if needed[1] else None
+        grad_left = EXPERT_LINEAR((grad, x), layout, (starts, False)) if needed[0] else None
+        return grad_left, EXPERT_LINEAR((grad, left), layout, (starts, True)) if needed[1] else None
 
 
 def _grid_of_part(grid: tuple[int, int], starts: Tensor) -> tuple[int, int]:
+    """Return the grid of one expert's weight."""
     return grid[0] // (starts.shape[0] - 1), grid[1]
-
-
-def _call_of(op: LayoutOp, layout: AnyLayout, *tensors: Tensor) -> Callable[..., Tensor]:
-    """Return the way to call an op in a backward pass: `direct` if possible, else PyTorch's op."""
-    return op.direct if can_call_directly(layout, *tensors) else op
 
 
 BACKENDS = LINEAR.backends.values()
