@@ -321,11 +321,13 @@ def _header(
 
 
 def _bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's memory as bytes, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _checksum(data: bytes | memoryview) -> str:
+    """Return the CRC-32 as 8 hexadecimal digits."""
     return f"{zlib.crc32(data):08x}"
 
 

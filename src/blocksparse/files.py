@@ -210,6 +210,7 @@ def _untar(archive: Path, folder: Path) -> None:
 
 
 def _check_members(archive: Path, count: int) -> None:
+    """Refuse an archive with too many files."""
     if count > MAX_MEMBERS:
         raise BlockSparseError.expected(archive.name, f"{MAX_MEMBERS:,} files at most", "more")
 
@@ -259,6 +260,7 @@ class _Gunzipped(io.RawIOBase):
         return self.file.tell()
 
     def _check(self, size: int) -> None:
+        """Refuse a file that unpacks to too many bytes."""
         check_unpacked(str(self.path), size, self.size)
 
     def close(self) -> None:

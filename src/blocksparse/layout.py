@@ -460,6 +460,7 @@ class BlockLayout:
             raise BlockSparseError.expected("values", f"shape {self.values_shape} for {self!r}", tuple(values.shape))
 
     def _check_matrix_values(self, values: torch.Tensor) -> None:
+        """Check that values fit the layout and have three axes."""
         self.check_values(values)
         if values.dim() != 3:
             raise BlockSparseError.expected("values", "3 dimensions, as a matrix has", f"shape {tuple(values.shape)}")

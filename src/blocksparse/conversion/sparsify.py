@@ -168,6 +168,7 @@ def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Sk
 
 
 def _no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
+    """Return the error for a model without a weight to sparsify, with the reasons."""
     listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
     got = f"{type(model).__name__} with {listed or 'none'}"
     return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)

@@ -189,6 +189,7 @@ class Speed:
         return None if self._model is None else self._time_model(densify(self._model), self._model)
 
     def _time_model(self, dense: nn.Module, sparse: nn.Module) -> float:
+        """Return the speed-up of the whole model on the example."""
         return self._measure(dense, sparse, [self._arguments], budget=2.0)
 
     @torch.no_grad()
@@ -301,4 +302,5 @@ def _shapes(value: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

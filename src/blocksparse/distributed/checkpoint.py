@@ -228,6 +228,7 @@ class _Loading:
             raise self._error("a whole checkpoint", _reason(error)) from error
 
     def _error(self, expected: str, got: object) -> BlockSparseError:
+        """Return an error about the checkpoint's folder."""
         return BlockSparseError.expected(str(self.folder), expected, got)
 
     def _read(self) -> None:
@@ -247,12 +248,14 @@ class _Loading:
         self.stored.read(self.tensors, self.requests)
 
     def _json(self, name: str) -> dict[str, Any]:
+        """Return the dict that a tensor of the checkpoint holds as JSON."""
         value = parsed(self.stored.read_tensor(self.prefix + name).numpy().tobytes())
         if not isinstance(value, dict):
             raise self._error(f"a dict in {name}", f"{value!r:.99}")
         return value
 
     def _size(self, name: str) -> torch.Size:
+        """Return the stored size of a tensor; raise a BlockSparseError if the checkpoint lacks it."""
         if name not in self.sizes:
             raise self._error(f"the tensors of this model, {name} with them", "none of that name")
         return self.sizes[name]
@@ -362,6 +365,7 @@ class _Loading:
 
 
 def _grid(module: BlockSparseModule) -> tuple[int, int]:
+    """Return the grid of the whole weight, of which the module may have a part."""
     return module.layout.grid if module.part is None else module.part.grid
 
 
@@ -380,12 +384,14 @@ def _device_of(key: str, parameter: nn.Parameter, state: DistributedState) -> to
 
 
 def _is_json(value: Any) -> bool:
+    """Check whether JSON can express a value."""
     if isinstance(value, tuple | list):
         return all(map(_is_json, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _json_tensor(about: Mapping[str, Any]) -> Tensor:
+    """Return facts as JSON in a uint8 tensor."""
     return torch.frombuffer(bytearray(as_json(about).encode()), dtype=torch.uint8)
 
 

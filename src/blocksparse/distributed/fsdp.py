@@ -131,6 +131,7 @@ def leave_out_if_empty(module: nn.Module) -> None:
 
 
 def _leave_out(record: Any, values: Tensor) -> None:
+    """Give FSDP2's shard a gradient of zeros on a process without blocks of the weight."""
     values.grad = None
     # With a gradient the optimizer counts this step, as it does on processes that have blocks of the weight.
     record.sharded_param.grad = torch.zeros_like(record.sharded_param)

@@ -163,11 +163,13 @@ def _join(rank: int, workers: int, timeout: float) -> dist.Store:
 
 
 def _check_size(rank: int, size: int, expected: int) -> None:
+    """Check that a process was started with the same number of processes as process 0."""
     if size != expected:
         raise BlockSparseError.expected(f"process {rank}", f"WORLD_SIZE {expected}, as in process 0", size)
 
 
 def _has_key(store: dist.Store, key: str) -> bool:
+    """Check whether a store has a key; it has none if its process is gone."""
     try:
         return store.check([key])
     except RuntimeError:  # the process that owns it is gone
@@ -179,6 +181,7 @@ def _process_names(ranks: Sequence[int]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, without gloo's place in its source."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line)  # the file and line in gloo
 

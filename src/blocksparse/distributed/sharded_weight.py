@@ -68,6 +68,7 @@ class ShardedWeight(WeightHandle):
         return self._local_positions_in(self.layout)
 
     def _local_positions_in(self, layout: BlockLayout) -> np.ndarray:
+        """Return the positions of this process's blocks in a layout of the whole weight, int64."""
         positions = positions_of_part(self.module, layout)
         return positions[self._shard.local_slice(positions.size)] if self._shard else positions
 
@@ -183,12 +184,14 @@ class ShardedWeight(WeightHandle):
         return self._shard_state(per_block, moved, source.numel())
 
     def _all_reduce(self, measures: Measures) -> Measures:
+        """Sum measures over all processes that store parts of the weight."""
         every = torch.tensor(measures, dtype=torch.float64, device=self.local.device)
         for group in self._groups:
             dist.all_reduce(every, group=group)
         return Measures(*every.tolist())
 
     def _shard_state(self, like: Tensor, local: Tensor, nnz: int) -> Tensor:
+        """Return a local state as a DTensor of `nnz` blocks, if the old state `like` is one."""
         state: Tensor = sharded_like(like, local, nnz) if is_dtensor(like) else local
         return state
 

@@ -191,13 +191,16 @@ def _summary(chunk: LocalChunk) -> tuple[Any, int, Any]:
 
 
 def _put(piece: Tensor, rows: np.ndarray, ranges: Sequence[slice], numbers: Tensor) -> None:
+    """Write local numbers to their rows and ranges of a piece."""
     place: Any = (torch.from_numpy(rows), *ranges)
     piece[place] = numbers
 
 
 def _message_device() -> torch.device:
+    """Return the device whose tensors the backend can send."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _text(error: BaseException) -> str:
+    """Describe an error for the other ranks."""
     return str(error) if isinstance(error, BlockSparseError) else f"{type(error).__name__}: {error}"

@@ -191,6 +191,7 @@ def shard_range(tensor: DTensor, length: int) -> tuple[int, int]:
 
 
 def _without_wrappers(name: str) -> str:
+    """Return a parameter's name in the model without wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -160,6 +160,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> Enum:
+    """Return a member of an Enum, in place of `getattr`, which could return anything."""
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"{name!r} of {kind!r}, which is no member of an Enum")

@@ -147,6 +147,7 @@ def warm_up(rate: float, workers: int, epoch: int) -> float:
 
 
 def _check_same_grid(layouts: Sequence[BlockLayout]) -> None:
+    """Check that layouts have one grid and one block shape."""
     for layout in layouts:
         check_layout(layout)
         if layout.grid != layouts[0].grid or layout.block_shape != layouts[0].block_shape:

@@ -60,6 +60,7 @@ class ConvolutionCall(LayoutModule):
         return y if out_channels == self.out_channels else y.narrow(-self.axes - 1, 0, self.out_channels)
 
     def _check(self, x: Any) -> None:
+        """Check that x is a tensor of this convolution's axes and channels."""
         if not isinstance(x, Tensor) or x.dim() not in (self.axes + 1, self.axes + 2):
             raise BlockSparseError.expected("x", f"a tensor [n, {self.in_channels}, *{self.axes} sizes]", shape_of(x))
         if x.shape[-self.axes - 1] != self.in_channels:

@@ -141,6 +141,7 @@ def _is_product_only(layer: Any) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Check whether a module's own hooks must see its call."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 

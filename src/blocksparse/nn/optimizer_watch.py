@@ -59,6 +59,7 @@ def call_before_next_step(parameter: Tensor, call: Callable[[torch.optim.Optimiz
 
 
 def _version(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -93,6 +94,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Treat an optimizer whose state was loaded as one that has not stepped."""
     _stepped[optimizer] = False
 
 

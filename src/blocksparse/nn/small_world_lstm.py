@@ -101,6 +101,7 @@ class SmallWorldLSTM(Recurrent):
 
     @property
     def _step_names(self) -> list[str]:
+        """Return the names of the steps inside a time step."""
         return [f"step{k}" for k in range(1, self.depth + 1)]
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:

@@ -75,6 +75,7 @@ def _open_values(values: Tensor, entry: _OpenBlocks) -> Tensor:
 
 
 def _per_block(gate: Tensor, values: Tensor) -> Tensor:
+    """Return the gate in a shape that broadcasts to values."""
     return gate.view(-1, *[1] * (values.dim() - 1))
 
 
@@ -90,6 +91,7 @@ def _check(values: Tensor, layout: BlockLayout, gate: Tensor) -> None:
 
 
 def _refuse_nan(gate: Tensor) -> None:
+    """Raise a BlockSparseError if the gate has NaN or infinite numbers."""
     finite = gate.detach().isfinite()
     if not finite.all():
         worst = int((~finite).nonzero()[0])

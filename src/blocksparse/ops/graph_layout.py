@@ -65,6 +65,7 @@ def index_tensors(layout: BlockLayout, device: torch.device) -> tuple[Tensor, Te
 
 
 def _make_index_tensors(layout: BlockLayout, device: torch.device) -> bool:
+    """Make the index tensors when torch.compile traces, so that the graph has no step for them."""
     layout.indices_on(device)
     return True
 

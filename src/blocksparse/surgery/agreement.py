@@ -171,6 +171,7 @@ def _differences(ranks: Sequence[int], facts: Sequence[Mapping[str, Fact]]) -> s
 
 
 def _all_gather(mine: Tensor, group: Any) -> list[list[int]]:
+    """Gather a row of integers from each process of the group."""
     mine = mine.to(device_of(group))
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)

@@ -56,6 +56,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over all ranks, without autograd."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

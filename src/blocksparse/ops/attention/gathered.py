@@ -102,6 +102,7 @@ def _plan_on(layout: BlockLayout, causal: bool, device: torch.device) -> Plan:
 
 
 def _plan_while_tracing(layout: BlockLayout, causal: bool, device: torch.device) -> bool:
+    """Make the plan when torch.compile traces, and keep it out of the graph."""
     _plan_on(layout, causal, device)
     return True
 

@@ -35,6 +35,7 @@ def backward(grad: Tensor, x: Tensor, scale: float = 1.0, seed: int = 0, least: 
 
 
 def _check(x: Tensor, seed: int, least: int) -> None:
+    """Check the numbers' ranges, and that x is a matrix."""
     integer("seed", seed, 0, below=2**64), integer("least", least, 0, below=LEVELS)
     if x.dim() != 2:
         raise BlockSparseError.expected("x", "[rows, features]", list(x.shape))

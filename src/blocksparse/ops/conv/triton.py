@@ -372,6 +372,7 @@ def schedule(
 
 
 def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
+    """Make the schedule when torch.compile traces, and keep it out of the graph."""
     layout.derived(key, lambda: _schedule(layout, *key[1:6]))
     return True
 
@@ -407,6 +408,7 @@ def _wgrad_steps(work: Work, last: Axis, taps: int, gpu: Gpu) -> list[tuple[int,
 
 
 def _wgrad_tasks(layout: BlockLayout, transposed: bool, step: tuple[int, int], device: torch.device) -> Tensor:
+    """Return the tasks of wgrad on the device, cached in the layout."""
     rows = layout.T if transposed else layout
     return _cached_tensor(layout, ("conv wgrad tasks", transposed, *step), device, lambda: wgrad_tasks(rows, *step))
 

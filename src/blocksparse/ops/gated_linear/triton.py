@@ -65,6 +65,7 @@ def _plan_launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activ
 
 
 def _schedule(gate: BlockLayout, up: BlockLayout, device: torch.device) -> list[Tensor]:
+    """Return the tables of tasks on the device."""
     plan = gated_plan(gate, up)
     with torch.inference_mode(False):
         return [torch.from_numpy(array.copy()).to(device) for array in (plan.tasks, plan.col, *plan.block)]

@@ -126,6 +126,7 @@ def tile_for(work: Work, gpu: Gpu) -> Tile:
 
 @lru_cache(maxsize=4096)
 def _tile_for(work: Work, gpu: Gpu, forced: Tile | None) -> Tile:
+    """Return the forced tile, else the nearest tuned one, else that of the rule; each cut to fit."""
     return fit(forced or nearest(work, _tuned(gpu.name)) or rule(work, gpu), work, gpu)
 
 
@@ -157,6 +158,7 @@ def forced(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _note_state() -> None:
+    """Change the state on which cached tiles depend."""
     global _state
     _state = (_readings, *_forced.items())
 

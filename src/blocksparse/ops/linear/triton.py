@@ -61,6 +61,7 @@ def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, toke
 
 
 def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
+    """Make the schedule when torch.compile traces, and keep it out of the graph."""
     layout.derived(key, lambda: _schedule(layout, *key[1:4]))
     return True
 
@@ -107,6 +108,7 @@ def _plan(layout: BlockLayout, transpose: bool, work: Work, gpu: Gpu) -> LinearP
 
 
 def _arrays(plan: LinearPlan) -> list[Any]:
+    """Return the arrays of a plan in the order of `Schedule`."""
     return [plan.tasks, plan.col, plan.col[:0] if plan.block is None else plan.block, plan.slots]
 
 

@@ -48,6 +48,7 @@ def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor 
 
 
 def _scan(tensors: Sequence[Tensor], given: Sequence[bool], *pattern: Any) -> list[Tensor]:
+    """Run a recurrence inside PyTorch's op; `pattern` describes it."""
     outputs, _ = _recurrence(*pattern).forward(*_with_none(tensors, given), keep=False)
     return list(outputs)
 
