@@ -21,7 +21,7 @@ from ..surgery.prunable import survey
 from .speed import Example, Speed, checked_tokens
 
 # The minimum width of the column of names.
-MIN_NAME_WIDTH = 14
+MIN_NAME_WIDTH = 11
 
 
 @dataclass(frozen=True)
