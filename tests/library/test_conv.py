@@ -303,6 +303,16 @@ def test_nan_reaches_connected_outputs_only(backend, dtype):
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_output_has_the_memory_format_of_x():
+    layout = bs.patterns.dense((16, 8), block_size=8)
+    x, values = torch.randn(2, 8, 5, 5), torch.randn(*layout.values_shape, 3, 3)
+    assert bs.conv2d(x, values, layout).is_contiguous()
+    last = bs.conv2d(x.to(memory_format=torch.channels_last), values, layout)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    one = bs.conv2d(torch.randn(2, 8, 3, 3), values, layout)  # a single pixel is both
+    assert one.view(2, 16).shape == (2, 16)
+
+
 @pytest.mark.parametrize("backend", MAIN_FAST)
 def test_without_a_batch(backend):
     with running(backend):
