@@ -152,6 +152,14 @@ def test_a_loss_that_is_not_finite_takes_the_training_back(monkeypatch):
     assert all(each.isfinite().all() for each in result.model.state_dict().values())
 
 
+def test_gradients_that_are_never_finite_are_reported(monkeypatch):
+    data = labelled(128)
+    monkeypatch.setattr(training.Training, "_step", lambda self, optimizer: float("nan"))
+    with pytest.warns(bs.SparsityWarning, match="losses or gradients are not finite"):
+        result = bs.compress(trained(Classifier(), data), data, 0.5, 8, steps=40)
+    assert result.density <= 0.51
+
+
 def test_a_budget_without_time_to_train_is_reported():
     data = labelled(128)
     with pytest.warns(bs.SparsityWarning, match="no time to train"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
 from .batches import MAX_BYTES, Caller, Data, byte_count, sample_count
@@ -190,6 +191,12 @@ class Training:
                 if not math.isfinite(loss):
                     cuts += 1
                     if cuts > MAX_CUTS:
+                        warnings.warn(
+                            f"compress: this stage ends at {done:.0%}: losses or gradients are not finite, even with a "
+                            f"learning rate of {rate:.1g}. Try other data, loss= or skip=.",
+                            SparsityWarning,
+                            stacklevel=6,
+                        )
                         break
                     rate *= RATE_CUT
                     self.student.load_state_dict(good)
