@@ -245,9 +245,14 @@ class Training:
             if not loss.isfinite():
                 return math.nan
             loss.backward()
-        norm = nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), 1.0)
-        if not norm.isfinite():
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        largest = max(float(parameter.grad.abs().max()) for parameter in trained)
+        if not math.isfinite(largest):
             return math.nan
+        # The norm of gradients that exploded in a long recurrence would overflow, though each of them is finite.
+        for parameter in trained if largest > 1 else ():
+            parameter.grad.div_(largest)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         self.budget.spent_steps += 1
         return float(loss.detach())
