@@ -2,21 +2,36 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
+PIP = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Packages are installed uncompiled, which saves half a minute, so Python must keep what it compiles.
+export PYTHONDONTWRITEBYTECODE =
+
+# Run a command that prints little: $(call announced,what it does,the command). Prints a line for each minute.
+define announced
+@echo "$(1) ..."; (minutes=0; while sleep 60 >/dev/null 2>&1; do minutes=$$((minutes + 1)); \
+	echo "  still going after $$minutes min: $(1)"; done) & clock=$$!; trap "kill $$clock" EXIT; $(2)
+endef
 
 .PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
 
+# Set-up has two steps, which share one environment and one build folder: `.venv/demo` has the library, the programs and
+# the kernels for this CPU; `.venv/installed` adds the tools for development and all other kernels. Each is made again
+# when a C++ source or a pin changes. Python sources are used in place.
 setup: .venv/installed
+.venv/demo: EXTRA := lab
+.venv/demo: SETS := native
+.venv/installed: EXTRA := dev
+.venv/installed: SETS := tests
 
-# Rebuilt when a C++ source or a pin changes; Python sources are used in place. In an isolated build, whose folder has
-# another name each time, CMake would compile everything anew.
-.venv/installed: $(SOURCES)
+.venv/demo .venv/installed: $(SOURCES)
+	@$(PYTHON) .ci/check_machine.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]" \
-		--config-settings=cmake.define.BLOCKSPARSE_EMULATE_AMX=ON
-	touch $@
+	$(call announced,Installing PyTorch and the build tools,$(PIP) torch scikit-build-core nanobind cmake ninja)
+	$(call announced,Compiling the core ($(SETS) instruction sets) and installing the packages of [$(EXTRA)],\
+		$(PIP) --no-build-isolation --editable ".[$(EXTRA)]" --config-settings=cmake.define.BLOCKSPARSE_SETS=$(SETS))
+	touch .venv/demo $@
 
-demo: setup
+demo: $(if $(wildcard .venv/installed),.venv/installed,.venv/demo)
 	$(BIN)/blocksparse demo
 
 test: setup
@@ -57,7 +72,7 @@ SANITIZED = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-n
 	BLOCKSPARSE_FUZZ_CORE="$$(ls build/sanitize/_core*.so)"
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DBLOCKSPARSE_SANITIZE=ON -DBLOCKSPARSE_EMULATE_AMX=ON
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DBLOCKSPARSE_SANITIZE=ON -DBLOCKSPARSE_SETS=tests
 	$(BIN)/cmake --build build/sanitize
 	$(SANITIZED) $(BIN)/python tests/fuzz $(FUZZ)
 

@@ -69,7 +69,7 @@ def copy_project(to: Path, tests: str | None) -> None:
 def build(project: Path) -> bool:
     """Build the core in place, and return whether that worked."""
     ccache = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={found}"] if (found := shutil.which("ccache")) else []
-    configure = ["cmake", "-S", ".", "-B", "build/mutants", "-G", "Ninja", "-DBLOCKSPARSE_PORTABLE_ONLY=ON",
+    configure = ["cmake", "-S", ".", "-B", "build/mutants", "-G", "Ninja", "-DBLOCKSPARSE_SETS=portable",
                  f"-DPython_EXECUTABLE={sys.executable}", *ccache]  # fmt: skip
     environment = {**os.environ, "CCACHE_BASEDIR": str(project)}
     for command in (configure, ["cmake", "--build", "build/mutants"]):

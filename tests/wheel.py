@@ -45,7 +45,7 @@ def wheel(source: Path, folder: Path) -> Path:
     environment = os.environ | {"CCACHE_BASEDIR": str(source)}
     begin = time.perf_counter()
     build = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
-    run(sys.executable, "-m", *build, env=environment)
+    run(sys.executable, "-m", *build, "--config-settings=cmake.define.BLOCKSPARSE_SETS=all", env=environment)
     (built,) = folder.glob("*.whl")
     size = built.stat().st_size
     print(f"{built.name}: {size / 1e6:.1f} MB, built in {time.perf_counter() - begin:.0f} s")

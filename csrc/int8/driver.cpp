@@ -46,8 +46,9 @@ void gather(const Patches& axes, int64_t output, const char* x, int64_t blocks, 
 
 // Multiply 8-bit numbers in one instruction where the CPU can.
 const Int8Kernels& int8_kernels(const InstructionSet& isa, DType dtype) {
-#if defined(BLOCKSPARSE_HAS_avx512_vnni)
-  if (kSelect[isa.index] == avx512::select_int8 && !isa.emulated && cpu_features().avx512_vnni)
+#if defined(BLOCKSPARSE_X86_SETS)
+  if (kSelect[isa.index] == avx512::select_int8 && !isa.emulated && cpu_features().avx512_vnni &&
+      avx512_vnni::select_int8 != nullptr)
     return avx512_vnni::select_int8(dtype);
 #endif
   return kSelect[isa.index](dtype);

@@ -12,13 +12,21 @@ bool has() {
   return cpu_features().*feature;
 }
 
-// In the order of BLOCKSPARSE_BY_SET.
+// Those that CMake compiles in, with their index in BLOCKSPARSE_BY_SET.
 const InstructionSet kInstructionSets[] = {
+#if defined(BLOCKSPARSE_HAS_portable)
     {"portable", has<&CpuFeatures::portable>, false, 0},
+#endif
 #if defined(BLOCKSPARSE_HAS_avx2)
     {"avx2", has<&CpuFeatures::avx2>, false, 1},
+#endif
+#if defined(BLOCKSPARSE_HAS_avx512)
     {"avx512", has<&CpuFeatures::avx512>, false, 2},
+#endif
+#if defined(BLOCKSPARSE_HAS_avx512_bf16)
     {"avx512_bf16", has<&CpuFeatures::avx512_bf16>, false, 3},
+#endif
+#if defined(BLOCKSPARSE_HAS_amx)
     {"amx", has<&CpuFeatures::amx_bf16>, false, 4},
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)

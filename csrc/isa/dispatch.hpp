@@ -27,52 +27,41 @@ std::vector<std::pair<std::string, bool>> isas();
 // Throws std::invalid_argument for a name that was not compiled in, or that this CPU does not have.
 const InstructionSet& isa_named(const std::string& name);
 
-// `declaration` in the namespace of each set.
-#define BLOCKSPARSE_IN_EACH_SET(declaration) \
-  namespace portable {                       \
-  declaration;                               \
-  }                                          \
-  namespace avx2 {                           \
-  declaration;                               \
-  }                                          \
-  namespace avx512 {                         \
-  declaration;                               \
-  }                                          \
-  namespace avx512_vnni {                    \
-  declaration;                               \
-  }                                          \
-  namespace avx512_bf16 {                    \
-  declaration;                               \
-  }                                          \
-  namespace amx {                            \
-  declaration;                               \
-  }                                          \
-  namespace avx512_bf16_emulated {           \
-  declaration;                               \
-  }                                          \
-  namespace amx_emulated {                   \
-  declaration;                               \
-  }
-
-#if defined(BLOCKSPARSE_HAS_avx2)
-#define BLOCKSPARSE_X86(...) , __VA_ARGS__
+// Linking decides which sets are there, so that drivers need not be compiled again for another choice of sets: a weak
+// symbol that is not linked has the address null. Mach-O has no such symbols; macOS on x86-64 has no PyTorch that we
+// support, so that the portable kernels are all that it needs.
+#if defined(__ELF__) && defined(__x86_64__)
+#define BLOCKSPARSE_X86_SETS
+#define BLOCKSPARSE_X86(...) __VA_ARGS__
 #else
 #define BLOCKSPARSE_X86(...)
 #endif
-#if defined(BLOCKSPARSE_HAS_amx_emulated)
-#define BLOCKSPARSE_EMULATED(...) , __VA_ARGS__
+#if defined(__ELF__)
+#define BLOCKSPARSE_WEAK __attribute__((weak, visibility("hidden")))
 #else
-#define BLOCKSPARSE_EMULATED(...)
+#define BLOCKSPARSE_WEAK
 #endif
 
+// `declaration` in the namespace of each set.
+#define BLOCKSPARSE_IN_SET(set, declaration) \
+  namespace set {                            \
+  BLOCKSPARSE_WEAK declaration;              \
+  }
+#define BLOCKSPARSE_IN_EACH_SET(declaration)                                                                         \
+  BLOCKSPARSE_IN_SET(portable, declaration)                                                                          \
+  BLOCKSPARSE_X86(BLOCKSPARSE_IN_SET(avx2, declaration) BLOCKSPARSE_IN_SET(avx512, declaration)                      \
+                      BLOCKSPARSE_IN_SET(avx512_vnni, declaration) BLOCKSPARSE_IN_SET(avx512_bf16, declaration)      \
+                          BLOCKSPARSE_IN_SET(amx, declaration) BLOCKSPARSE_IN_SET(avx512_bf16_emulated, declaration) \
+                              BLOCKSPARSE_IN_SET(amx_emulated, declaration))
+
 // `select` of each set, for ops that have kernels of their own for pairs of bfloat16.
-#define BLOCKSPARSE_BY_SET(select)                                                                 \
-  portable::select BLOCKSPARSE_X86(avx2::select, avx512::select, avx512_bf16::select, amx::select) \
-      BLOCKSPARSE_EMULATED(avx512_bf16_emulated::select, amx_emulated::select)
+#define BLOCKSPARSE_BY_SET(select)                                                                   \
+  portable::select BLOCKSPARSE_X86(, avx2::select, avx512::select, avx512_bf16::select, amx::select, \
+                                   avx512_bf16_emulated::select, amx_emulated::select)
 
 // The same for all other ops: sets that differ from AVX-512 in pairs of bfloat16 only use the kernels of AVX-512.
-#define BLOCKSPARSE_BY_VECTORS(select)                                                           \
-  portable::select BLOCKSPARSE_X86(avx2::select, avx512::select, avx512::select, avx512::select) \
-      BLOCKSPARSE_EMULATED(avx512::select, avx512::select)
+#define BLOCKSPARSE_BY_VECTORS(select)                                                                             \
+  portable::select BLOCKSPARSE_X86(, avx2::select, avx512::select, avx512::select, avx512::select, avx512::select, \
+                                   avx512::select)
 
 }  // namespace blocksparse

@@ -2,7 +2,7 @@
 
 from importlib import import_module as _import_module
 
-from . import nn, patterns, sparsity, topology
+from . import _requirements, nn, patterns, sparsity, topology  # noqa: F401  (checks versions first)
 from .compression import compress, from_zeros, tradeoff
 from .conversion import densify, load_sparsified, quantize, report, sparsify
 from .convert import from_dense, to_dense

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import blocksparse
+from blocksparse import _requirements
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -22,7 +23,10 @@ PYTHONS = [match[1] for line in PROJECT["project"]["classifiers"] if (match := r
 
 
 def test_supported_pythons_are_the_tested_ones():
-    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]}"
+    oldest = ".".join(map(str, _requirements._MIN_PYTHON))
+    assert oldest.startswith(PYTHONS[0])
+    assert PROJECT["project"]["requires-python"] == f">={oldest}"
+    assert f"MIN_PYTHON = {_requirements._MIN_PYTHON}" in (ROOT / ".ci/check_machine.py").read_text()
     assert PROJECT["tool"]["cibuildwheel"]["build"] == [f"cp{python.replace('.', '')}-*" for python in PYTHONS]
     for file in (".github/workflows/tests.yml", ".github/workflows/nightly.yml", "noxfile.py"):
         assert str(PYTHONS).replace("'", '"') in (ROOT / file).read_text(), file
@@ -31,6 +35,7 @@ def test_supported_pythons_are_the_tested_ones():
 def test_the_page_on_installing_has_the_supported_versions():
     torches = re.findall(r"2\.\d+", re.search(r"^TORCHES = .+$", (ROOT / "noxfile.py").read_text(), re.M)[0])
     assert f"torch>={torches[0]}" in PROJECT["project"]["dependencies"]
+    assert torches[0] == ".".join(map(str, _requirements._MIN_TORCH))
     # Each change is tested with the one of the constraints and the newest one.
     pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
     first, *others = re.findall(r'torch: \[?"(\S+)"', (ROOT / ".github/workflows/tests.yml").read_text())

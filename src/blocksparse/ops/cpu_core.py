@@ -42,15 +42,16 @@ def _load() -> tuple[ModuleType | None, str | None]:
         from .. import _core
     except ImportError as error:
         return None, (
-            f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
-            "source tree (needs a C++17 compiler), or `make setup` for development"
+            f"the compiled core blocksparse._core does not load ({error}). In a clone, build it with `pip install .` "
+            "(needs a C++17 compiler) or, to work on the clone, with `make setup`. A wheel has the core for one "
+            "version of Python: install the one for this Python again"
         )
     # The core runs PyTorch's own parallel loop: one pool of threads serves both, sized by torch.set_num_threads.
     torch_cpu = _torch_cpu()
     try:
         loop, count = torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads
     except AttributeError:
-        return None, f"PyTorch {torch.__version__} does not share its threads: 2.10 or newer is needed"
+        return None, f"PyTorch {torch.__version__} does not share its threads: install 2.10 or newer"
     _core.share_threads(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop, count)))
     return _core, None
 
@@ -121,7 +122,14 @@ def _chosen() -> str:
     name = os.environ.get(ISA_VARIABLE)
     if name:
         return _check_isa(name, f"environment variable {ISA_VARIABLE}")
-    return [name for name, here in isas().items() if here and not name.endswith("_emulated")][-1]
+    usable = [name for name, here in isas().items() if here and not name.endswith("_emulated")]
+    if not usable:
+        raise BlockSparseError(
+            f"the compiled core serves {', '.join(isas())}, which this CPU lacks: it was built on another machine. "
+            "Build it again on this machine (`pip install .` in a clone), or for any machine with "
+            "--config-settings=cmake.define.BLOCKSPARSE_SETS=all"
+        )
+    return usable[-1]
 
 
 @contextmanager
@@ -139,7 +147,8 @@ def _check_isa(name: str, subject: str) -> str:
     """Check that this CPU has an instruction set, and return its name."""
     here = [isa for isa, present in isas().items() if present]
     if name not in here:
-        raise BlockSparseError.expected(subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name))
+        requirement = f"an instruction set this CPU has and the core was built for ({', '.join(here)})"
+        raise BlockSparseError.expected(subject, requirement, repr(name))
     return name
 
 

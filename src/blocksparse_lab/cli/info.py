@@ -31,6 +31,12 @@ def info() -> None:
             state = "usable" if here else "[dim]this CPU does not have it[/]"
             table.add_row(name, "[green]in use[/]" if name == facts["isa"] else state)
         out.print(table)
+        if "portable" not in cpu_core.isas():
+            out.print(
+                "This core was compiled for CPUs like this one only. Wheels have the kernels for all.",
+                style="dim",
+                highlight=False,
+            )
         chosen = os.environ.get(cpu_core.ISA_VARIABLE)
         out.print(
             f"{cpu_core.ISA_VARIABLE}={chosen} chose it" if chosen else f"{cpu_core.ISA_VARIABLE}=NAME chooses another",
