@@ -238,11 +238,13 @@ class _Run:
         budget = self.training.budget
         if not any(isinstance(module, BlockSparseModule) for module in self.student.modules()):
             skip = [weight.name for weight in prunable(self.student, 1) if weight.name not in self.chosen]
-            data = self.training.data.calibration()
+            data, dense = self.training.data.calibration(), self.student
+            losses = {}
             with _without_warnings():
-                self.training.student = sparsify(
-                    self.student, density, self.block_size, skip=skip, data=data, force=True
-                )
+                for fit in (data, None):  # fitted recurrent layers may be worse, as their errors add up over steps
+                    self.training.student = sparsify(dense, density, self.block_size, skip=skip, data=fit, force=True)
+                    losses[self.training.evaluate()[0]] = self.training.student
+            self.training.student = losses[min(losses)]
         drops: list[Drop] = []
         before = density_of(self.student)
         if before > density * (1 + DENSITY_TOLERANCE):
