@@ -38,6 +38,7 @@ from blocksparse.topology.drawings.style import COLORS
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.report import duration
 from blocksparse_lab.cli.train import parse_count
+from blocksparse_lab.folders import make_folder
 from blocksparse_lab.machine import available_memory, commits, machine, where
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.training.trainer import Callback, Trainer
@@ -404,7 +405,7 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> int:
         raise BlockSparseError.expected("seeds", "ints of 0 or more, with commas between", repr(arguments.seeds))
     seeds = [int(text) for text in arguments.seeds.split(",")]
     if not arguments.quick:
-        report.check_folder(arguments.out.parent)
+        make_folder(arguments.out.parent)
     specs = [ExtremeRun(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or NEURONS for seed in seeds]
     done = [] if arguments.quick else [one.run for one in read(arguments.out)]
     specs = [spec for spec in specs if asdict(spec) not in done]

@@ -48,6 +48,7 @@ from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.cli.bench import parts
 from blocksparse_lab.cli.terminal import bar
+from blocksparse_lab.folders import make_folder
 from prediction import model as prediction
 from targets import rows
 from targets.contract import checks
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     folder = arguments.out or (None if quick else RESULTS)
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
     if folder:
-        report.check_folder(folder)  # before measuring for minutes
+        make_folder(folder)  # before measuring for minutes
     reach = GpuTargets(bench, settings["shrink"], rows.read_earlier_rows(path, facts, settings) if path else ())
     every = reach.jobs()
     jobs = select_jobs(every, arguments.only)

@@ -45,6 +45,7 @@ from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.report import chance, noted, spread
 from blocksparse_lab.data import tables
+from blocksparse_lab.folders import make_folder
 from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
 
@@ -417,7 +418,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as in each process; the machine's facts record it
     try:
         runs, options = checked(arguments)
-        report.check_folder(arguments.out)
+        make_folder(arguments.out)
         if (path := arguments.out / f"{NAME}.json").exists():
             raise BlockSparseError.expected("out", "a folder without another report", path)
         finished: list[Run] = []

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.table import Table
 
 from blocksparse import checkpoint
-from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Spread
 from blocksparse.topology.drawings import style
 from blocksparse.topology.drawings.style import figure_and_axes
 
 from .. import text_table
+from ..folders import report_os_errors
 from ..machine import machine, where
 from .case import CaseResult
 
@@ -143,30 +141,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         BlockSparseError: the file cannot be written.
     """
-    with _report_os_errors(path.parent):
+    with report_os_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_text(path, text)
-
-
-def check_folder(folder: Path) -> None:
-    """Create the folder if it is missing.
-
-    Raises:
-        BlockSparseError: no file can be written to it.
-    """
-    with _report_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder):
-            pass
-
-
-@contextmanager
-def _report_os_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into one about the option `out`."""
-    try:
-        yield
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{folder} ({error.strerror})") from error
 
 
 def _round_floats(value: Any) -> Any:

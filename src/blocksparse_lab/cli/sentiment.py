@@ -108,10 +108,7 @@ def sentiment(
         "result": result.as_dict(),
     }
     if result.unit is not None:
-        try:
-            recipe.picture(base.with_name(f"{base.name}.png"), result, machine.where(facts))
-        except OSError as error:
-            raise BlockSparseError.expected("out", "a folder to write to", f"{base}: {error.strerror}") from error
+        recipe.picture(base.with_name(f"{base.name}.png"), result, machine.where(facts))
     write(console, "out", base.with_name(f"{base.name}.json"), content, " and .png" if result.unit is not None else "")
 
 

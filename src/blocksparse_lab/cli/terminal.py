@@ -23,6 +23,7 @@ from rich.progress import (
 
 from blocksparse.errors import BlockSparseError
 
+from ..folders import make_folder as make_folder
 from ..text_table import table as table
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this JSON file.")]
@@ -82,15 +83,6 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
-
-
-def make_folder(out: Path) -> Path:
-    """Create the folder of an `--out` before anything takes time."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    return out
 
 
 def write(console: Console, option: str, path: Path, content: str | dict[str, Any], more: str = "") -> None:

@@ -315,7 +315,7 @@ _COLORS = ("#d55e00", "#0072b2")
 
 def picture(path: Path, result: Result, where: str) -> None:
     """Draw a histogram of the single unit per class, with its threshold, as a PNG; `where` describes the machine."""
-    from blocksparse.topology.drawings.style import figure_and_axes
+    from blocksparse.topology.drawings.style import figure_and_axes, save
 
     unit, values, splits = result.unit, result.values, result.splits
     if unit is None or values is None:
@@ -343,4 +343,4 @@ def picture(path: Path, result: Result, where: str) -> None:
     axes.margins(x=0.01)
     axes.legend(frameon=False)
     figure.supxlabel(where, size=7.5, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, format="png", dpi=150)
+    save(figure, path, 150)

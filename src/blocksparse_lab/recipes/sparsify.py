@@ -16,6 +16,7 @@ from blocksparse import checkpoint
 from blocksparse.conversion import Report, report, sparsify
 from blocksparse.errors import BlockSparseError
 
+from ..folders import make_folder, report_os_errors
 from ..models.gpt import GPT
 from . import charlm, gpt, language_model
 
@@ -76,11 +77,9 @@ def sparsify_model(stored: StoredModel, skip: tuple[str, ...] = (), **options: A
 def save(stored: StoredModel, model: nn.Module, made: Report, out: str | Path) -> Path:
     """Write the model, its further files and report.json into a folder; return the checkpoint's path."""
     out = Path(out)
-    try:
+    with report_os_errors(out):
         for path in stored.beside:
             shutil.copyfile(path, out / path.name)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
     if stored.whole is None:
         checkpoint.save(out / stored.file, stored.tensors(model), stored.about)
     else:
@@ -97,11 +96,7 @@ def folder(out: str | Path, model: str | Path) -> Path:
     out, model = Path(out), Path(model)
     if out.resolve() in (model.resolve(), model.resolve().parent):
         raise BlockSparseError.expected("out", "another folder than the model's", out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    return out
+    return make_folder(out)
 
 
 def _language_model(path: Path) -> StoredModel:
