@@ -28,12 +28,13 @@ SPARSE_LSTM = CharLMConfig(cell="mlstm", width=32, embedding=8, pattern="barabas
 class Recipe:
     """`build(run, **changes)` makes a trainer with changed settings; `load(run)` the model of a checkpoint, if known.
 
-    `own` is a change of a setting that only this recipe has.
+    `own` is a change of a setting that only this recipe has, `model` describes what `load` expects.
     """
 
     build: Callable[..., Trainer]
     load: Callable[[Path], Any] | None = None
     own: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
 
 
 def corpus() -> text.Text:
@@ -103,12 +104,12 @@ def build_prune(run: Path, **changes: Any) -> Trainer:
 
 
 RECIPES = {
-    "charlm": Recipe(build_charlm, charlm.load, {"seq": 8}),
-    "gpt": Recipe(build_gpt, gpt.load, {"batch": 5}),
+    "charlm": Recipe(build_charlm, charlm.load, {"seq": 8}, "a recurrent language model of bytes"),
+    "gpt": Recipe(build_gpt, gpt.load, {"batch": 5}, "a transformer of bytes"),
     "mlp": Recipe(build_mlp, own={"zeta": 0.2}),
-    "resnet": Recipe(build_resnet, resnet.load, {"width": 16}),
-    "pixelcnn": Recipe(build_pixelcnn, lambda run: pixelcnn.load(run)[0], {"evaluated": 8}),
-    "finetune": Recipe(build_finetune, finetune.load, {"longest": 11}),
+    "resnet": Recipe(build_resnet, resnet.load, {"width": 16}, "a residual network"),
+    "pixelcnn": Recipe(build_pixelcnn, lambda run: pixelcnn.load(run)[0], {"evaluated": 8}, "a PixelCNN"),
+    "finetune": Recipe(build_finetune, finetune.load, {"longest": 11}, "a classifier of texts"),
     "dcnn": Recipe(build_dcnn, own={"threshold": 0.1}),
     "prune": Recipe(build_prune, own={"batch": 8}),
 }

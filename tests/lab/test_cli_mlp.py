@@ -260,13 +260,6 @@ def test_seeds_may_begin_with_one_layout(points, tmp_path):
     assert "model.layout_seed 7" in said
 
 
-def test_another_method_is_refused(points, tmp_path):
-    train(points, tmp_path)
-    said = error("train", "mlp", "--data", points, "--out", tmp_path, *SMALL, "--method", "fixed")
-    assert "the run's settings: model.method set" in said
-    assert "use a new folder" in said
-
-
 def test_sizes_as_one_types_them():
     assert parse_sizes("1000") == (1000,)
     for wrong in ("", "a", "1,-2", "1.5", "1 000"):

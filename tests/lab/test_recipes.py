@@ -72,6 +72,18 @@ def test_the_model_of_a_checkpoint_is_the_trained_one(trained):
         assert trainer.task.evaluate(model) == trainer.held_out
 
 
+def test_runs_of_other_recipes_do_not_load(trained):
+    name, run, trainer = trained
+    kind = trainer.task.about()["kind"]
+    for other, recipe in RECIPES.items():
+        if recipe.load is not None and other != name:
+            message = f"expected {recipe.model}, got {kind}"
+            if other == "finetune" and kind == "classify":
+                message = "expected the configuration of a TextClassifier"
+            with pytest.raises(BlockSparseError, match=message):
+                recipe.load(run)
+
+
 def test_other_settings_are_refused(trained, tmp_path):
     name, run, _ = trained
     before = {path.name: path.read_bytes() for path in run.iterdir()}

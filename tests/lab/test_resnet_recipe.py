@@ -212,19 +212,6 @@ def test_bad_input(tmp_path):
             call()
 
 
-def test_another_kind_of_run(tmp_path):
-    from blocksparse_lab.data.synthetic import Synthetic
-    from blocksparse_lab.models.mlp import SparseMLP
-    from blocksparse_lab.recipes.classify import ClassifyTask
-    from blocksparse_lab.training.settings import Settings
-    from blocksparse_lab.training.trainer import Trainer
-
-    task = ClassifyTask(SparseMLP([6, 4, 2], density=None), Synthetic(6, 8, 2), epochs=1, batch=8)
-    Trainer(task, tmp_path, Settings(steps=1)).train()
-    with pytest.raises(bs.BlockSparseError, match="expected a residual network, got classify"):
-        resnet.load(tmp_path)
-
-
 def test_a_blurred_stride_keeps_the_first_pixel_of_four():
     torch.manual_seed(0)
     model = ResNet(width=8, blocks=(1, 1), blur=3).eval()
