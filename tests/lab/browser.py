@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -142,11 +141,6 @@ class Browser:
     def dark(self, on=True):
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-
-    def screenshot(self, path, whole=False):
-        """Write a PNG of the window, or of the whole page."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        Path(path).write_bytes(base64.b64decode(data))
 
     def close(self):
         self._session = None

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
+from command import output, run
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def command(tmp_path, *arguments):
     """Run "tiny"; return the output, the results and the Markdown."""
-    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["experiment", "tiny", *folders, *arguments])
-    assert done.exit_code == 0, done.output
+    done = attempt(tmp_path, *arguments)
     assert (tmp_path / "out" / "tiny.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "tiny.md").read_text()
     return done.output, experiments.load(tmp_path / "out" / "tiny.json").runs, markdown
@@ -27,8 +23,10 @@ def cells(markdown, title):
     return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
+def attempt(tmp_path, *arguments, names=("tiny",), code=0):
+    """Run experiments; return the result of the command."""
+    return run("experiment", *names, "--runs", tmp_path / "runs", "--out", tmp_path / "out", *arguments, code=code)
+
+
 def refused(*arguments):
-    done = CliRunner().invoke(app, ["experiment", *map(str, arguments)])
-    assert done.exit_code == 1, done.output
-    assert isinstance(done.exception, SystemExit)
-    return " ".join(done.output.split())
+    return output("experiment", *arguments, code=1)

@@ -26,17 +26,12 @@ from blocksparse_lab.bench.linear_specs import DTYPES, PASSES, REACH, LinearSpec
 from blocksparse_lab.bench.lstm import LstmSpec
 from blocksparse_lab.models.char_lm import CharLMConfig
 
+pytestmark = pytest.mark.usefixtures("any_backend")
+
 LINEAR = LinearSpec(64, 96, tokens=10, block=8, density=0.3)
 CONV = ConvSpec(32, 48, size=6, images=2, block=8, density=0.4)
 LSTM = LstmSpec(CharLMConfig(width=64, embedding=8, block_size=8, pattern="barabasi_albert", m=2, depth=2), 2, 3)
 BENCHES = {LinearSpec: LinearBench, ConvSpec: ConvBench}
-
-
-@pytest.fixture(autouse=True)
-def backend():
-    name = "cpu" if bs.backends()["cpu"] else "reference"
-    with bs.use_backend(name):
-        yield name
 
 
 # -- timing --------------------------------------------------------------------------------------------------------
@@ -358,8 +353,8 @@ def test_bad_options_end_in_one_line(arguments, message):
 
 
 @pytest.mark.full
-def test_cpu_targets_run_on_small_shapes(backend):
-    if backend != "cpu":
+def test_cpu_targets_run_on_small_shapes():
+    if not bs.backends()["cpu"]:
         pytest.skip("the targets are of the compiled core")
     script = bench_parts.PROGRAMS / "reach.py"
     wide = {**os.environ, "COLUMNS": "300"}  # so that no line of a table wraps

@@ -12,13 +12,9 @@ from blocksparse.topology.drawings.matrix import cells
 from blocksparse_lab.cli.layout import PATTERNS
 from command import error, run
 
+pytestmark = pytest.mark.usefixtures("any_backend")
+
 TINY = ["--hidden", "64", "--block-size", "16", "--batch", "8", "--rounds", "2", "--budget", "0.01"]
-
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
 
 
 def test_help_lists_the_commands():

@@ -8,33 +8,23 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import blocksparse as bs
 import command
 from blocksparse import checkpoint
-from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes import sparsify as recipe
 
+pytestmark = pytest.mark.usefixtures("any_backend")
+
 OPTIONS = ["--block-size", 16, "--density", 0.25, "--force", "--tokens", 4]
-
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
 
 
 run = partial(command.run, "sparsify", columns=160)
 
 
-def error(*arguments):
-    stderr = run(*arguments, code=1).stderr
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1
-    return stderr
+error = partial(command.error, "sparsify")
 
 
 @pytest.fixture
@@ -95,8 +85,7 @@ def test_a_byte_model_can_still_be_sampled_from(folder, tmp_path):
     assert sparse.recurrent.weight_hh_l0.layout.density == 0.25
     text = torch.randint(256, (7, 2))
     torch.testing.assert_close(sparse(text)[0], bs.densify(sparse)(text)[0], rtol=1e-4, atol=1e-5)
-    result = CliRunner().invoke(app, ["sample", str(out), "--length", "5"])
-    assert result.exit_code == 0, result.output
+    command.run("sample", out, "--length", 5)
     assert "expected a density below that of the block-sparse weights" in error(out, "--report-only", *OPTIONS)
 
 

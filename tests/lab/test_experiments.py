@@ -10,18 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse_lab import experiments
-from blocksparse_lab.cli import app
 from blocksparse_lab.experiments import language, queue, report
 from blocksparse_lab.experiments.experiment import run_folders
 from blocksparse_lab.experiments.language import LanguageContender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes.charlm import CharLMSettings
-from experiment_parts import RESULTS, cells, command, refused
+from command import output, run
+from experiment_parts import RESULTS, attempt, cells, command, refused
 
 
 @pytest.fixture
@@ -49,6 +48,8 @@ def test_from_nothing_to_the_report(tiny, tmp_path, monkeypatch):
     lines = [f"{'good' if i % 2 else 'bad'} as number {i},{i % 2}" for i in range(40)]
     path.write_text("\n".join(["text,label", *lines]) + "\n")
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", replace(tiny, reviews={str(path): None}))
+    # Committed results have all states.
+    monkeypatch.setattr(language, "OTHER_STATES", {"mean": language.OTHER_STATES["mean"]})
     command(tmp_path, "--seed", "0")
     assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == ["dense-0", "wide-0"]
     said, runs, table = command(tmp_path)
@@ -62,9 +63,7 @@ def test_from_nothing_to_the_report(tiny, tmp_path, monkeypatch):
     assert cells(table, "hidden units") == ["16", "32"]
     assert "± " in table
     assert "features used" in table
-    kept = cells(
-        table, "fraction of cells that still differ by half, 64 bytes after two texts became equal"
-    )
+    kept = cells(table, "fraction of cells that still differ by half, 64 bytes after two texts became equal")
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in kept)
     wrong = f"{path}, error of the probe, mean hidden state, standardized"
     for row in (wrong, f"{path}, error of words alone (TF-IDF)"):
@@ -96,45 +95,38 @@ def test_the_queue_trains_what_is_missing(tiny, tmp_path, at_work):
 
 def test_finished_runs_of_something_else_are_refused(tiny, tmp_path, at_work):
     command(tmp_path, "--only", "dense")
-    runs, folders = tmp_path / "runs" / "tiny", ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "new")]
+    runs = tmp_path / "runs" / "tiny"
 
-    def refused(*arguments):
-        done = CliRunner().invoke(app, ["experiment", "tiny", *folders, *arguments])
-        assert done.exit_code == 1
+    def said_of(*arguments):
+        said = refused("tiny", "--runs", tmp_path / "runs", "--out", tmp_path / "new", *arguments)
         assert not list((tmp_path / "new").glob("*"))
-        return " ".join(done.output.split())
+        return said
 
     log = runs / "dense-1" / "log.jsonl"
     whole = log.read_text()
     log.write_text("".join(whole.splitlines(keepends=True)[:-1]))
-    assert "log.jsonl, held_out: expected" in (said := refused("--only", "dense"))
+    assert "log.jsonl, held_out: expected" in (said := said_of("--only", "dense"))
     assert "as in result.json; delete the folder to train the run again" in said
     log.write_text(whole)
     shutil.copytree(runs / "dense-0", runs / "wide-0")
-    assert "wide-0" in refused("--cores", "2")
+    assert "wide-0" in said_of("--cores", "2")
     shutil.rmtree(runs / "wide-0")
     shutil.copytree(runs / "dense-0", runs / "dense-2")
-    assert "seed: expected 2" in refused("--only", "dense", "--seed", "1")
+    assert "seed: expected 2" in said_of("--only", "dense", "--seed", "1")
 
 
 def test_without_a_name_they_are_listed_and_what_wants_a_gpu_is_left_out(tiny, tmp_path, at_work, monkeypatch):
-    listed = CliRunner().invoke(app, ["experiment"])
-    assert listed.exit_code == 0
-    assert "tiny: Two tiny models." in listed.output
+    assert "tiny: Two tiny models." in output("experiment")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     experiments.EXPERIMENTS["tiny"] = replace(tiny, minutes=None)
-    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "1", *folders])
-    assert done.exit_code == 0, done.output
+    done = attempt(tmp_path, "--cores", "1")
     assert "4 runs are left out because they need a GPU" in done.output
     assert "0 runs are missing" in done.output
 
 
 def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):
     experiments.EXPERIMENTS["tiny"] = replace(tiny, text="nothing", seeds=(0,))
-    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
-    assert done.exit_code == 1
+    done = attempt(tmp_path, "--cores", "2", code=1)
     assert "2 of 2 runs are left" in done.output
     assert not list((tmp_path / "out").iterdir())
 
@@ -143,9 +135,7 @@ def test_a_queue_with_a_run_that_failed_fails_and_keeps_the_others(tiny, tmp_pat
     wide = tiny.contenders["wide"]
     broken = replace(wide, config=replace(wide.config, pattern="watts_strogatz", neighbors=4096))
     experiments.EXPERIMENTS["tiny"] = replace(tiny, contenders=tiny.contenders | {"wide": broken}, seeds=(0,))
-    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
-    assert done.exit_code == 1
+    done = attempt(tmp_path, "--cores", "2", code=1)
     assert "1 of 2 runs are left" in done.output
     assert list(experiments.load(tmp_path / "out" / "tiny.json").runs) == ["dense"]
 
@@ -163,10 +153,8 @@ def test_a_seed_that_is_given_twice_is_one_run_and_one_report_that_is_refused_le
         return written(name, *arguments)
 
     monkeypatch.setattr(experiments, "write", write)
-    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    chosen = ["tiny", "second", "--only", "dense", "--seed", "0", "--cores", "2"]
-    done = CliRunner().invoke(app, ["experiment", *chosen, *folders])
-    assert (done.exit_code, "refused" in done.output) == (1, True), done.output
+    chosen = ["--only", "dense", "--seed", "0", "--cores", "2"]
+    assert "refused" in attempt(tmp_path, *chosen, names=("tiny", "second"), code=1).output
     assert (tmp_path / "out" / "second.json").exists()
 
 
@@ -208,7 +196,7 @@ def test_a_report_loses_no_runs(tiny, tmp_path):
     assert not (tmp_path / "fresh").exists(), "nothing was trained"
     # Another seed is one more run; with --add, other runs of the report remain.
     before = experiments.load(tmp_path / "out" / "tiny.json").runs
-    assert CliRunner().invoke(app, ["experiment", *map(str, fresh), "--seed", "7", "--add"]).exit_code == 0
+    output("experiment", *fresh, "--seed", "7", "--add")
     after = experiments.load(tmp_path / "out" / "tiny.json").runs
     seeds = {name: [run.settings["seed"] for run in runs] for name, runs in after.items()}
     assert seeds == {"dense": [0, 1, 7], "wide": [7]}
@@ -352,7 +340,7 @@ def test_what_runs_share_is_written_once():
 
 
 def test_the_help_lists_all():
-    said = CliRunner().invoke(app, ["experiment", "--help"]).output
+    said = run("experiment", "--help").output
     for name in experiments.EXPERIMENTS:
         assert f"{name}:" in said
     assert json.dumps(said)

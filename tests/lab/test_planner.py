@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 import real_steps
 from blocksparse.errors import BlockSparseError
-from blocksparse_lab.cli import app
 from blocksparse_lab.planner import formulas, hardware, measure, net, plan
+from command import error, output, run
 
 H100 = hardware.PRESETS["h100"]
 NET = net.mlp(layers=3, width=256, hidden=512, density=0.25, block=16)
@@ -41,11 +40,7 @@ def test_measured_rates_make_a_plan(processes, tmp_path, monkeypatch):
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"hardware": hardware.as_json(found)}))
     assert hardware.find(str(path)) == found
-    result = CliRunner().invoke(
-        app, ["plan", "--machine", str(path), "--params", "1M", "--dtype", "fp32", "--gpus", "2"]
-    )
-    assert result.exit_code == 0, result.output
-    assert "TP 2 x FSDP2" in result.output
+    assert "TP 2 x FSDP2" in output("plan", "--machine", path, "--params", "1M", "--dtype", "fp32", "--gpus", "2")
 
 
 def quick_rates():
@@ -93,8 +88,7 @@ LARGE = ["--gpus", "10000000", "--batch", "1000000", "--params", "1000B", "--ins
 @pytest.mark.parametrize(("width", "more"), [(80, []), (80, LARGE), (120, [])])
 def test_command_is_readable(width, more):
     arguments = ["plan", "--params", "10B", "--density", "0.05", "--gpus", "256", "--recompute", *more]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
-    assert result.exit_code == 0, result.output
+    result = run(*arguments, columns=width)
     assert max(map(len, result.output.splitlines())) <= width
     assert all(word in result.output for word in ("DDP", "FSDP2", "TP 8 x FSDP2", "fits", "NO", "h100"))
 
@@ -120,9 +114,7 @@ def test_command_is_readable(width, more):
     ],
 )
 def test_bad_options_are_said(arguments, said):
-    result = CliRunner().invoke(app, ["plan", *arguments])
-    assert result.exit_code == 1
-    assert said in result.stderr
+    assert said in error("plan", *arguments)
 
 
 def test_file_that_has_no_rates(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse.ops.gpu import runtime as triton_runtime
@@ -18,7 +17,7 @@ from blocksparse_lab.bench import tune
 from blocksparse_lab.bench.device import Host
 from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.tune import Case, Tuner, is_valid, neighbours, search
-from blocksparse_lab.cli import app
+from command import error, run
 from compile_kernels import GPUS
 
 TINY = LinearSpec(64, 64, tokens=32, block=16, density=0.5)
@@ -235,24 +234,16 @@ def test_other_files_are_not_overwritten(folder):
 # -- the command -----------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str):
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["tune", *arguments])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_command_without_a_gpu_raises():
-    result = run()
-    assert result.exit_code == 1
-    assert result.stderr == "error: device: expected a GPU that PyTorch sees, got none\n"
+    assert error("tune") == "error: device: expected a GPU that PyTorch sees, got none\n"
 
 
 @pytest.mark.parametrize(
     ("option", "value"), [("--blocks", "16,x"), ("--tokens", ""), ("--minutes", "0"), ("--passes", "train")]
 )
 def test_command_refuses_bad_options(option, value):
-    result = run(option, value)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {option[2:]}: expected ")
+    assert error("tune", option, value).startswith(f"error: {option[2:]}: expected ")
 
 
 @interpreted
@@ -261,8 +252,7 @@ def test_command_compares_the_rule_with_the_result(folder, monkeypatch):
     monkeypatch.setattr(tune.Tuner.__init__, "__defaults__", (timed.device, None, 0))
     out = folder / "elsewhere"
     sizes = ["--hidden", "64", "--blocks", "16", "--tokens", "32", "--density", "0.5", "--dtypes", "float32"]
-    result = run(*sizes, "--passes", "forward,wgrad", "--out", str(out))
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    result = run("tune", *sizes, "--passes", "forward,wgrad", "--out", out, columns=160)
     assert "wgrad float32, block 16, 32 tokens, density 0.5" in result.stdout
     (path,) = out.glob("*.json")
     assert f"wrote {path}" in result.stdout
