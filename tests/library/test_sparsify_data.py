@@ -280,6 +280,27 @@ def test_the_solver_for_many_inputs_gives_the_same_values(monkeypatch):
     assert error < 2 * best
 
 
+def test_cached_outputs_of_layers_change_nothing(monkeypatch):
+    """Also where the model changes outputs in place, and calls a layer twice."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.twice, self.last = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            x = self.first(x).relu_()
+            return self.last(self.twice(self.twice(x).relu_()).relu_())
+
+    model, x = Model().double(), correlated(30, 4, 6, 6)
+    states = []
+    for inputs in (1, 10**9):
+        monkeypatch.setattr(passes, "MIN_CACHED_INPUTS", inputs)
+        states.append(bs.sparsify(model, 0.5, data=x.split(10), **SMALL).state_dict())
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 MEMORY = """
 import resource, torch, blocksparse as bs
 torch.set_num_threads(1)
