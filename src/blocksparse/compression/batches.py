@@ -1,4 +1,4 @@
-"""The data of a compression: batches in memory, a held-out part of them, and their labels."""
+"""The data of a compression: batches in memory, some of them held out, and their labels."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ..sparsity.calibration.calibrate import (
 # More data are not read: they would have to stay in memory.
 MAX_BYTES = 2**30
 
-# Every eighth batch is held out, until these have this number of samples.
+# Every eighth batch is held out, until the held-out ones have this number of samples.
 HELD_OUT_EVERY, MAX_HELD_OUT = 8, 1024
 
 # Weights are fitted on at most this number of samples.
 MAX_CALIBRATION = 384
 
 Loss = Callable[[Any, Any], Tensor]
-"""A task loss of what the model returned and the batch."""
+"""A function of (the model's output, the batch) that returns the task loss."""
 
 
 def sample_count(batch: Any) -> int:
-    """Return the number of samples of a batch, by the first axis of its tensors."""
+    """Return the number of samples in a batch: the longest first axis of its tensors."""
     return max((len(each) for each in values_of(batch) if isinstance(each, Tensor) and each.dim()), default=1)
 
 
 def byte_count(values: Any) -> int:
-    """Return the bytes of the tensors of a batch."""
+    """Return the bytes of all tensors in a batch, or in another nest of values."""
     return sum(each.numel() * each.element_size() for each in values_of(values) if isinstance(each, Tensor))
 
 
@@ -77,7 +77,7 @@ class Data:
         return cls(train, held_out)
 
     def calibration(self) -> list[Any]:
-        """Return the first training batches, to fit weights on."""
+        """Return the first training batches, with 384 samples or a few more, to fit weights on."""
         chosen, samples = [], 0
         for batch in self.train:
             chosen.append(batch)
@@ -88,12 +88,12 @@ class Data:
 
 
 @dataclass
-class Caller:
-    """Calls models of the same arguments with batches, and knows the loss on their labels.
+class BatchReader:
+    """Splits batches into a model's arguments and labels, and computes the task loss.
 
     Args:
-        model: the model whose arguments and device count.
-        loss: a task loss, or None: then that of the model's output, or cross-entropy if a batch has class labels.
+        model: the model that defines the number of arguments and the device.
+        loss: the task loss. None uses the `loss` in the model's output, or cross-entropy if a batch has class labels.
     """
 
     model: nn.Module
@@ -104,12 +104,18 @@ class Caller:
         self._device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def arguments(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of the model in a batch, without labels behind them."""
+        """Return the model's positional and keyword arguments from a batch, without labels."""
         return arguments_of(batch, self._max_args, self._device)
 
     @torch.no_grad()
     def predicts_classes(self, model: nn.Module, batch: Any) -> bool:
-        """Return whether a batch has integers that could be classes of the output, such as labels or tokens."""
+        """Run the model on a batch, and return whether the batch has a tensor that could be the output's classes.
+
+        That is an int64 tensor `[...]`, such as labels or tokens, for an output `[..., classes]`.
+
+        Raises:
+            BlockSparseError: the model fails on the batch.
+        """
         args, kwargs = self.arguments(batch)
         try:
             output = model(*args, **kwargs)
@@ -118,7 +124,7 @@ class Caller:
         return isinstance(output, Tensor) and any(_are_classes(each, output) for each in values_of(batch))
 
     def task_loss(self, output: Any, batch: Any) -> Tensor | None:
-        """Return the loss on the labels of a batch, or None if there is none."""
+        """Return the task loss of an output, or None if the batch has no labels and the output no loss."""
         if self.loss is not None:
             loss = self.loss(output, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -137,7 +143,7 @@ class Caller:
 
 
 def _are_classes(labels: Any, output: Tensor) -> bool:
-    """Check whether a value could be the class of each row of an output."""
+    """Return whether `labels` could be the classes of the rows of an output `[..., classes]`."""
     return (
         isinstance(labels, Tensor)
         and labels.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Density and speed of a model that is partly block-sparse."""
+"""Measures density and speed of a model that is partly block-sparse."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import nn
 from ..conversion.speed import Example
 from ..measure import alternate, cuda_clock, host_clock
 from ..nn.module import BlockSparseModule
-from .batches import Caller, Data
-from .modes import evaluating
+from .batches import BatchReader, Data
+from .modes import evaluation_mode
 
 # Seconds of a timing.
 SECONDS = 2.0
 
 
-def first_example(caller: Caller, data: Data) -> Example:
-    """Return the first held-out batch as an example."""
-    args, kwargs = caller.arguments(data.held_out[0])
+def first_example(reader: BatchReader, data: Data) -> Example:
+    """Return the model's arguments from the first held-out batch, to time calls with."""
+    args, kwargs = reader.arguments(data.held_out[0])
     return kwargs or tuple(args)
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example as positional and keyword arguments."""
+    """Return the positional and keyword arguments that an example stands for."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 def density_of(model: nn.Module) -> float:
-    """Return the density of the block-sparse weights together; 1 without any."""
+    """Return the density of all block-sparse weights taken together; 1 if there is none."""
     weights = [module for module in model.modules() if isinstance(module, BlockSparseModule) and module.layout.nnz]
     dense = sum(module.values.numel() / module.layout.density for module in weights)
     return sum(module.values.numel() for module in weights) / dense if weights else 1.0
@@ -44,6 +44,6 @@ def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
     args, kwargs = call_arguments(example)
     device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
     clock = cuda_clock if device.type == "cuda" else host_clock
-    with evaluating(sparse), evaluating(dense):
+    with evaluation_mode(sparse), evaluation_mode(dense):
         calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
         return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
-# Batch norms update their statistics in training if batches have this number of samples at least.
+# Batch norms update their statistics in training if batches have at least this number of samples.
 MIN_BATCH_FOR_STATISTICS = 16
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and the former modes again in the end."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside the `with` block, and restore the modes of all modules behind it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -24,14 +24,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def training(model: nn.Module, samples: int) -> Iterator[None]:
-    """Set the mode in which a student is trained, and the former modes again in the end.
+def training_mode(model: nn.Module, samples: int) -> Iterator[None]:
+    """Set the modes to train a student in inside the `with` block, and restore the modes of all modules behind it.
 
-    That is evaluation mode, without dropout, because the teacher has none. Batch norms update their statistics unless
-    batches have few `samples`. Recurrent layers need training mode on GPUs.
+    Most modules are in evaluation mode: the teacher has no dropout either. Batch norms update their statistics if a
+    batch has 16 `samples` or more. Recurrent layers without dropout are in training mode, because GPUs need it.
     """
     large = samples >= MIN_BATCH_FOR_STATISTICS
-    with evaluating(model):
+    with evaluation_mode(model):
         for module in model.modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and large
             if is_norm or (isinstance(module, nn.RNNBase) and not module.dropout):

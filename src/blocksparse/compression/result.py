@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ class Point:
         speedup: dense time / block-sparse time of a call of the whole model.
         agreement: agreement with the teacher, at most 1: the fraction of equal predicted classes for classifiers, the
             mean cosine for unit vectors, and otherwise 1 - squared error / variance.
-        loss: the loss that was trained.
+        loss: the training loss; None in a `Tradeoff`, which trains nothing.
         metric: the result of `evaluate`, or None without one.
         minutes: minutes since the start.
     """
@@ -30,7 +31,7 @@ class Point:
     density: float
     speedup: float
     agreement: float
-    loss: float
+    loss: float | None = None
     metric: float | None = None
     minutes: float = 0.0
 
@@ -78,14 +79,7 @@ class CompressionResult:
 
     def table(self) -> str:
         """Return the curve as text."""
-        has_metric = self.curve[0].metric is not None
-        head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes':>9}" + f"{'metric':>10}" * has_metric
-        lines = [
-            f"{point.density:>8.3g}{point.speedup:>10.2f}{point.agreement:>11.4f}{point.minutes:>9.1f}"
-            + (f"{point.metric:>10.4g}" if point.metric is not None else "")
-            for point in self.curve
-        ]
-        return "\n".join([head, *lines])
+        return curve_table(self.curve)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw agreement and speed-up over density.
@@ -99,20 +93,37 @@ class CompressionResult:
         Raises:
             BlockSparseError: matplotlib is not installed, or the file cannot be written.
         """
-        figure, (left, right) = figure_and_axes((7.2, 3.2), columns=2)
-        densities = [point.density for point in self.curve]
-        left.plot(densities, [100 * point.agreement for point in self.curve], "o-", color=COLORS[0])
-        left.set_ylabel("agreement with the dense model, %")
-        right.plot(densities, [point.speedup for point in self.curve], "o-", color=COLORS[1])
-        right.set_ylabel("times as fast as the dense model")
-        for axes in (left, right):
-            axes.set_xscale("log")
-            axes.set_xticks(densities, [f"{density:.2g}" for density in densities])
-            axes.minorticks_off()
-            axes.set_xlabel("density")
-        if path is not None:
-            save(figure, path)
-        return figure
+        return plot_curve(self.curve, path)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def curve_table(points: Sequence[Point]) -> str:
+    """Return points as the text of a table."""
+    has_metric = points[0].metric is not None
+    head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes':>9}" + f"{'metric':>10}" * has_metric
+    lines = [
+        f"{point.density:>8.3g}{point.speedup:>10.2f}{point.agreement:>11.4f}{point.minutes:>9.1f}"
+        + (f"{point.metric:>10.4g}" if point.metric is not None else "")
+        for point in points
+    ]
+    return "\n".join([head, *lines])
+
+
+def plot_curve(points: Sequence[Point], path: str | Path | None = None) -> Any:
+    """Draw agreement and speed-up over density, write the picture unless `path` is None, and return the figure."""
+    figure, (left, right) = figure_and_axes((7.2, 3.2), columns=2)
+    densities = [point.density for point in points]
+    left.plot(densities, [100 * point.agreement for point in points], "o-", color=COLORS[0])
+    left.set_ylabel("agreement with the dense model, %")
+    right.plot(densities, [point.speedup for point in points], "o-", color=COLORS[1])
+    right.set_ylabel("times as fast as the dense model")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(densities, [f"{density:.2g}" for density in densities])
+        axes.minorticks_off()
+        axes.set_xlabel("density")
+    if path is not None:
+        save(figure, path)
+    return figure

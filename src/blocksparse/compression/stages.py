@@ -26,9 +26,9 @@ from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Skip, prunable
-from .batches import Caller, Data, Loss
+from .batches import BatchReader, Data, Loss
 from .measures import density_of, first_example, speedup_of
-from .modes import evaluating
+from .modes import evaluation_mode
 from .result import CompressionResult, Point
 from .training import RATE_SHARE, Budget, Drop, Training, copy_state
 
@@ -68,7 +68,7 @@ def compress(
     Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
     as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
     are not faster block-sparse on the example stay dense. An eighth of the data, at most 1,024 samples, is held out;
-    the model that is best on it at the target density is returned. Learning rates are found by a short test.
+    the model that is best on it at the target density is returned. A short test finds the learning rates.
 
     Args:
         model: a trained model; it stays as it is.
@@ -120,19 +120,19 @@ def compress(
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
     budget = Budget(minutes, steps)
     read = Data.read(data)
-    caller = Caller(model, loss)
-    example = first_example(caller, read) if example is None else example
-    dense = copy_model(model).eval()
-    teacher = dense if teacher is None else teacher
-    kind = "kl" if caller.predicts_classes(dense, read.held_out[0]) else "auto"
+    reader = BatchReader(model, loss)
+    example = first_example(reader, read) if example is None else example
+    dense_model = copy_model(model).eval()
+    teacher = dense_model if teacher is None else teacher
+    kind = "kl" if reader.predicts_classes(dense_model, read.held_out[0]) else "auto"
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = _Run(
-        dense=dense,
-        training=Training(distillation, caller, read, budget, integer("seed", seed, 0)),
+        dense_model=dense_model,
+        training=Training(distillation, reader, read, budget, integer("seed", seed, 0)),
         target=density,
         block_size=block_size,
         example=example,
-        judge=evaluate,
+        evaluate=evaluate,
         folder=None if folder is None else path_of("folder", folder),
     )
     run.training.check()
@@ -140,33 +140,33 @@ def compress(
 
 
 def stage_densities(density: float) -> list[float]:
-    """Return the densities of the stages: each about half of the one before."""
+    """Return the density of each stage: about half of the one before, and `density` in the last stage."""
     count = max(1, round(math.log2(1 / density)))
     return [density ** ((stage + 1) / count) for stage in range(count)]
 
 
 def stage_ends(count: int, begin: float = 0.0) -> list[float]:
-    """Return the fractions of the budget at which stages end; the last stage has half of it."""
+    """Return the fraction of the budget at which each stage ends, from `begin` on; the last has half of the budget."""
     early = [begin + (1 - LAST_SHARE - begin) * (stage + 1) / (count - 1) for stage in range(count - 1)]
     return [*(max(begin, end) for end in early), 1.0]
 
 
 @dataclass
 class _Run:
-    """The state of `compress`."""
+    """A run of `compress`: its settings, the current stage, the best model and the curve."""
 
-    dense: nn.Module
+    dense_model: nn.Module
     training: Training
     target: float
     block_size: int | tuple[int, int]
     example: Example
-    judge: Evaluate | None
+    evaluate: Evaluate | None
     folder: Path | None
 
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
-        self.kept_dense: dict[str, str] = {}
-        self.chosen: set[str] = set()
+        self.dense_reasons: dict[str, str] = {}
+        self.chosen_names: set[str] = set()
         self.stage, self.speedup = 0, 0.0
         self.best: dict[str, Tensor] | None = None
         self.finished: nn.Module | None = None
@@ -178,7 +178,7 @@ class _Run:
         return self.training.student
 
     def run(self, model: nn.Module, skip: Skip) -> CompressionResult:
-        """Run all stages that are left, and return the result; `model` is the given one, and `skip` refers to it."""
+        """Run the stages that are left and return the result; `skip` refers to weights of `model`, the user's."""
         modes = {name: module.training for name, module in self.student.named_modules()}
         densities, resumed = stage_densities(self.target), self._resume()
         try:
@@ -209,24 +209,24 @@ class _Run:
     # -- stages -----------------------------------------------------------------------------------------------
 
     def _choose(self, model: nn.Module, skip: Skip) -> bool:
-        """Choose the weights that become block-sparse: those that are faster on the example; False if none is."""
+        """Choose the weights that are faster block-sparse on the example, and return whether there are any."""
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
             got = f"{type(model).__name__} with {listed or 'none'}"
             raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
         plan = select_blocks(
-            model, candidates, self.target, None, "careful", None, self.training.data.calibration(), bounded=False
+            model, candidates, self.target, None, "careful", None, self.training.data.calibration(), limit_loss=False
         )
-        layouts, self.kept_dense = keep_faster(model, plan.layouts, self.example, select=plan.selection.layouts)
+        layouts, self.dense_reasons = keep_faster(model, plan.layouts, self.example, select=plan.selection.layouts)
         if not layouts:
-            listed = "\n  ".join(f"{name}: {reason}" for name, reason in list(self.kept_dense.items())[:MAX_NAMED])
+            listed = "\n  ".join(f"{name}: {reason}" for name, reason in list(self.dense_reasons.items())[:MAX_NAMED])
             warnings.warn(
                 f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
                 SparsityWarning,
                 stacklevel=4,
             )
-        self.chosen = set(layouts)
+        self.chosen_names = set(layouts)
         return bool(layouts)
 
     def _train(self, density: float, end: float) -> None:
@@ -237,12 +237,14 @@ class _Run:
         """
         budget = self.training.budget
         if not any(isinstance(module, BlockSparseModule) for module in self.student.modules()):
-            skip = [weight.name for weight in prunable(self.student, 1) if weight.name not in self.chosen]
-            data, dense = self.training.data.calibration(), self.student
+            skip = [weight.name for weight in prunable(self.student, 1) if weight.name not in self.chosen_names]
+            data, dense_student = self.training.data.calibration(), self.student
             losses = {}
             with _without_warnings():
-                for fit in (data, None):  # fitted recurrent layers may be worse, as their errors add up over steps
-                    self.training.student = sparsify(dense, density, self.block_size, skip=skip, data=fit, force=True)
+                for batches in (data, None):  # fitted recurrent layers may be worse, as their errors add up over steps
+                    self.training.student = sparsify(
+                        dense_student, density, self.block_size, skip=skip, data=batches, force=True
+                    )
                     losses[self.training.evaluate()[0]] = self.training.student
             self.training.student = losses[min(losses)]
         drops: list[Drop] = []
@@ -254,7 +256,7 @@ class _Run:
             self._record(*self.training.evaluate())
         if budget.used < end:
             rate = self._find_rate(density if drops else None)
-            self.training.stage(end, rate, drops, self._record)
+            self.training.train_stage(end, rate, drops, self._record)
         else:
             for drop in drops:
                 drop(None)
@@ -269,7 +271,7 @@ class _Run:
         self._finish_stage()
 
     def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
-        """Drop the smallest blocks of the student; an optimizer follows."""
+        """Drop the smallest blocks of the student down to a density; the optimizer, if any, trains the others on."""
         skip = [weight.name for weight in prunable(self.student, 1)]
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
             sparsify(self.student, density, skip=skip, force=True, inplace=True, optimizer=optimizer)
@@ -288,7 +290,7 @@ class _Run:
 
     def _record(self, loss: float, agreed: float) -> None:
         """Keep the student's state if it is the best of its stage, and save the run."""
-        self.speedup = self.speedup or speedup_of(self.student, self.dense, self.example)
+        self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
         metric = self._metric()
         score = -loss if metric is None else metric
         if self.best is None or score > self.best_score:
@@ -313,8 +315,8 @@ class _Run:
         reached = self.curve[-1].density
         if reached > self.target * (1 + DENSITY_TOLERANCE):
             warnings.warn(
-                f"compress: the density is {reached:.2g}, not {self.target:.2g}: each weight keeps a block at least; "
-                "use a smaller block_size",
+                f"compress: the density is {reached:.2g}, not {self.target:.2g}: each weight keeps at least "
+                "one block; use a smaller block_size",
                 SparsityWarning,
                 stacklevel=4,
             )
@@ -324,16 +326,16 @@ class _Run:
             module.training = modes.get(name, module.training)
         if self.folder is not None:
             checkpoint.write_text(self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()}))
-        return CompressionResult(self.student, tuple(self.curve), self.kept_dense, self.example)
+        return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example)
 
     # -- measures ---------------------------------------------------------------------------------------------
 
     def _metric(self) -> float | None:
-        """Return the user's metric of the student."""
-        if self.judge is None:
+        """Return what `evaluate` returns for the student, or None without it."""
+        if self.evaluate is None:
             return None
-        with torch.no_grad(), evaluating(self.student):
-            value = self.judge(self.student)
+        with torch.no_grad(), evaluation_mode(self.student):
+            value = self.evaluate(self.student)
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -355,7 +357,7 @@ class _Run:
             "stage": self.stage,
             "minutes": budget.elapsed,
             "steps": budget.spent_steps,
-            "dense": self.kept_dense,
+            "dense": self.dense_reasons,
             "curve": self._curve(),
             "best": asdict(self.best_point),
         }
@@ -366,7 +368,7 @@ class _Run:
         return {"density": self.target, "block_size": list(size) if isinstance(size, tuple | list) else size}
 
     def _resume(self) -> bool:
-        """Load the best model of the folder and the state of its run, if there is one."""
+        """Load the best model of the folder and the state of its run; return whether there was one."""
         if self.folder is None or not (self.folder / BEST).is_file():
             return False
         state, about = checkpoint.load(self.folder / BEST)
@@ -374,12 +376,12 @@ class _Run:
             expected = f"a run with {self._settings()} (use another folder)"
             raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
         self.training.student = load_sparsified(self.student, state)
-        self.stage, self.kept_dense = about["stage"], about["dense"]
-        self.training.budget.spent_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
+        self.stage, self.dense_reasons = about["stage"], about["dense"]
+        self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
         self.curve, self.best_point = [Point(**point) for point in about["curve"]], Point(**about["best"])
         self.best = copy_state(self.student)
-        metric = self.best_point.metric
-        self.best_score = -self.best_point.loss if metric is None else metric
+        best = about["best"]
+        self.best_score = -best["loss"] if best["metric"] is None else best["metric"]
         return True
 
 

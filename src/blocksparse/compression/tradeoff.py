@@ -1,4 +1,4 @@
-"""Measures how much faster sparsity would make a model, and how much worse, before any training."""
+"""Measures speed and agreement of a model at several densities, before any training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.calibrate import Batches, progress
 from ..sparsity.distillation import Distillation, agreement
 from ..surgery.prunable import Skip, prunable
-from .batches import Caller, Data
+from .batches import BatchReader, Data
 from .measures import call_arguments, density_of, first_example, speedup_of
-from .modes import evaluating
-from .result import CompressionResult, Point
+from .modes import evaluation_mode
+from .result import Point, curve_table, plot_curve
 
-# Layers are listed until they have this share of the time.
+# The recommendation lists layers until they take this fraction of the time.
 MOST_TIME = 0.8
 
 # A loss of agreement up to this value needs no training.
@@ -84,14 +84,15 @@ class Tradeoff:
         if ready:
             best = max(ready, key=lambda point: point.speedup)
             sentences.append(
-                f"Without training, density {best.density:.2g} is {best.speedup:.2g} times as fast and agrees with the "
-                f"dense model by {best.agreement:.1%}: bs.sparsify(model, {best.density:.2g}, data=data)."
+                f"Without training, density {best.density:.2g} is {best.speedup:.2g} times as fast, with "
+                f"{best.agreement:.1%} agreement with the dense model: "
+                f"bs.sparsify(model, {best.density:.2g}, data=data)."
             )
         fast = max(sparse, key=lambda point: point.speedup)
         if fast not in ready:
             sentences.append(
-                f"Density {fast.density:.2g} is {fast.speedup:.2g} times as fast, but agrees by {fast.agreement:.1%} "
-                f"only: train it with bs.compress(model, data, {fast.density:.2g})."
+                f"Density {fast.density:.2g} is {fast.speedup:.2g} times as fast, but has only {fast.agreement:.1%} "
+                f"agreement: train it with bs.compress(model, data, {fast.density:.2g})."
             )
         fragile = [layer.name for layer in self.layers if layer.agreement < 0.9 and layer.time < 0.05]
         if fragile:
@@ -101,15 +102,15 @@ class Tradeoff:
     def table(self) -> str:
         """Return densities and layers as text."""
         width = max([len(layer.name) for layer in self.layers] + [8])
-        rows = [f"{layer.name:<{width}}{layer.parameters:>12,}{layer.time:>8.1%}{layer.agreement:>12.1%}"
+        rows = [f"{layer.name:<{width}}{layer.parameters:>12,}{layer.time:>8.1%}{layer.agreement:>19.1%}"
                 for layer in self.layers]  # fmt: skip
-        head = f"{'layer':<{width}}{'parameters':>12}{'time':>8}{'at 0.25':>12}"
-        points = "\n".join(CompressionResult(nn.Identity(), self.points).table().splitlines())
+        head = f"{'layer':<{width}}{'parameters':>12}{'time':>8}{'agreement at 0.25':>19}"
+        points = curve_table(self.points)
         return "\n".join([points, "", head, *rows, "", self.recommendation])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw agreement and speed-up over density; see `CompressionResult.plot`."""
-        return CompressionResult(nn.Identity(), self.points).plot(path)
+        return plot_curve(self.points, path)
 
     def __str__(self) -> str:
         return self.table()
@@ -125,7 +126,7 @@ def tradeoff(
     block_size: int | tuple[int, int] = 32,
     skip: Skip = (),
 ) -> Tradeoff:
-    """Measure what densities would give here, without training: speed of the whole model, and agreement with it.
+    """Measure speed and agreement with the dense model at several densities, without training.
 
     Args:
         model: a trained model; it stays as it is.
@@ -148,47 +149,51 @@ def tradeoff(
     """
     targets = [number("densities", density, 0, 1) for density in densities]
     read = Data.read(data)
-    caller = Caller(model)
-    example = first_example(caller, read) if example is None else example
+    reader = BatchReader(model)
+    example = first_example(reader, read) if example is None else example
     weights = prunable(model, block_size, skip)
     if not weights:
         expected = "dense weights that can become block-sparse"
         raise BlockSparseError.expected("model", expected, type(model).__name__, Page.SPARSIFY)
-    judge = _Agreement(model, caller, read.held_out)
-    sizes: dict[nn.Module, list[Any]] = {}
+    measure_agreement = _Agreement(model, reader, read.held_out)
+    weights_of: dict[nn.Module, list[Any]] = {}
     for weight in weights:
-        sizes.setdefault(weight.module, []).append(weight)
-    times, names = _time_shares(model, example, list(sizes)), {module: name for name, module in model.named_modules()}
+        weights_of.setdefault(weight.module, []).append(weight)
+    times, names = (
+        _time_shares(model, example, list(weights_of)),
+        {module: name for name, module in model.named_modules()},
+    )
     layers = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparsityWarning)
-        for module, group in progress(sizes.items(), "layers pruned:", len(sizes)):
-            wanted = {each.name: max(LAYER_DENSITY, 1 / math.prod(each.grid)) for each in group}
-            pruned = sparsify(model, wanted, block_size, force=True)
+        for module, group in progress(weights_of.items(), "layers pruned:", len(weights_of)):
+            density_by_name = {each.name: max(LAYER_DENSITY, 1 / math.prod(each.grid)) for each in group}
+            pruned = sparsify(model, density_by_name, block_size, force=True)
             parameters = sum(each.tensor.numel() for each in group)
-            layers.append(LayerShare(names[module] or type(model).__name__, parameters, times[module], judge(pruned)))
-        points = [Point(1.0, 1.0, 1.0, 0.0)]
+            layers.append(
+                LayerShare(names[module] or type(model).__name__, parameters, times[module], measure_agreement(pruned))
+            )
+        points = [Point(1.0, 1.0, 1.0)]
         for density in progress(targets, "densities tried:"):
             sparse = sparsify(model, density, block_size, skip=skip, data=read.calibration(), example=example)
             is_sparse = any(isinstance(each, BlockSparseModule) for each in sparse.modules())
             speedup = speedup_of(sparse, model, example) if is_sparse else 1.0
-            agreed = judge(sparse)
-            points.append(Point(density_of(sparse), speedup, agreed, 1 - agreed))
+            points.append(Point(density_of(sparse), speedup, measure_agreement(sparse)))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
 
 
 class _Agreement:
-    """Measures the agreement of models with a dense one on batches."""
+    """Callable that returns the mean agreement of a model with the dense one over batches."""
 
-    def __init__(self, model: nn.Module, caller: Caller, batches: list[Any]):
-        self.calls = [caller.arguments(batch) for batch in batches]
+    def __init__(self, model: nn.Module, reader: BatchReader, batches: list[Any]):
+        self.calls = [reader.arguments(batch) for batch in batches]
         self.distillation = Distillation(model, model)
         self.targets = [self.distillation.run_teacher(*args, **kwargs) for args, kwargs in self.calls]
 
     def __call__(self, model: nn.Module) -> float:
         values = []
         self.distillation.student = model
-        with evaluating(model):
+        with evaluation_mode(model):
             for (args, kwargs), targets in zip(self.calls, self.targets, strict=True):
                 name, target = next(iter(targets.tensors.items()))
                 result = self.distillation.run_student(*args, **kwargs).tensors[name]
@@ -197,11 +202,11 @@ class _Agreement:
 
 
 def _time_shares(model: nn.Module, example: Example, modules: list[nn.Module]) -> dict[nn.Module, float]:
-    """Return the fraction of the time of a call that each of these modules takes, the median of several calls."""
+    """Return each module's fraction of the time of a model call on the example: the median of five calls."""
     args, kwargs = call_arguments(example)
     shares: dict[nn.Module, list[float]] = {module: [] for module in modules}
     for _ in range(5):
-        with _timed(modules) as spent, evaluating(model):
+        with _timed(modules) as spent, evaluation_mode(model):
             begin = _now()
             model(*args, **kwargs)
             total = _now() - begin
@@ -212,7 +217,7 @@ def _time_shares(model: nn.Module, example: Example, modules: list[nn.Module]) -
 
 @contextmanager
 def _timed(modules: list[nn.Module]) -> Iterator[dict[nn.Module, float]]:
-    """Yield a dict that gets the seconds in the calls of modules."""
+    """Yield a dict that collects the seconds spent in each module's calls inside the `with` block."""
     begin: dict[nn.Module, float] = {}
     spent: dict[nn.Module, float] = {}
 
@@ -232,7 +237,7 @@ def _timed(modules: list[nn.Module]) -> Iterator[dict[nn.Module, float]]:
 
 
 def _now() -> float:
-    """Return the time in seconds, after all work on the GPU."""
+    """Return the clock in seconds, after waiting for all work on the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
-from .batches import MAX_BYTES, Caller, Data, byte_count, sample_count
-from .modes import evaluating, training
+from .batches import MAX_BYTES, BatchReader, Data, byte_count, sample_count
+from .modes import evaluation_mode, training_mode
 
 # The learning rates of the range test, its maximum number of steps with each, and its maximum share of the budget.
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -39,33 +39,40 @@ Drop = Callable[[torch.optim.Optimizer | None], object]
 
 @dataclass
 class Budget:
-    """The minutes or steps that a compression may take, and those that it has taken."""
+    """The time or the steps of a compression, and how much of them is used.
+
+    Args:
+        minutes: the time that it may take, or None if `steps` limits it.
+        steps: the training steps that it may take, or None.
+        earlier_minutes: minutes that were used before an interruption; 0 if the run was not resumed.
+        spent_steps: training steps so far, with those before an interruption.
+    """
 
     minutes: float | None
     steps: int | None
-    spent_minutes: float = 0.0
+    earlier_minutes: float = 0.0
     spent_steps: int = 0
     _begin: float = field(default_factory=time.monotonic)
 
     @property
     def elapsed(self) -> float:
-        """Minutes so far, those before an interruption included."""
-        return self.spent_minutes + (time.monotonic() - self._begin) / 60
+        """Minutes so far, with those before an interruption."""
+        return self.earlier_minutes + (time.monotonic() - self._begin) / 60
 
     @property
     def used(self) -> float:
-        """The used fraction."""
+        """The fraction of the budget that is used."""
         if self.steps is not None:
             return self.spent_steps / self.steps
         return self.elapsed / self.minutes if self.minutes else 1.0
 
     def left(self) -> str:
-        """Return the rest for the progress line."""
+        """Return an estimate of the time left as text, such as "2:05 left", for the progress line."""
         used = self.used
         if self.steps is None and self.minutes is not None:
             seconds = max(0.0, 60 * (self.minutes - self.elapsed))
         else:
-            seconds = 60 * (self.elapsed - self.spent_minutes) * (1 - used) / used if used else 0.0
+            seconds = 60 * (self.elapsed - self.earlier_minutes) * (1 - used) / used if used else 0.0
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
 
@@ -74,14 +81,14 @@ class Training:
 
     Args:
         distillation: the loss with both models.
-        caller: calls them with batches.
+        reader: splits batches into arguments and labels.
         data: the batches.
-        budget: counts steps.
+        budget: counts time and steps.
         seed: seed of the order of batches.
     """
 
-    def __init__(self, distillation: Distillation, caller: Caller, data: Data, budget: Budget, seed: int):
-        self.distillation, self.caller, self.data, self.budget = distillation, caller, data, budget
+    def __init__(self, distillation: Distillation, reader: BatchReader, data: Data, budget: Budget, seed: int):
+        self.distillation, self.reader, self.data, self.budget = distillation, reader, data, budget
         self.generator = torch.Generator().manual_seed(seed)
         self.label = ""
         self._targets: dict[tuple[bool, int], Targets] = {}
@@ -109,7 +116,7 @@ class Training:
         if (held_out, index) in self._targets:
             return self._targets[held_out, index]
         batch = (self.data.held_out if held_out else self.data.train)[index]
-        args, kwargs = self.caller.arguments(batch)
+        args, kwargs = self.reader.arguments(batch)
         try:
             targets = self.distillation.run_teacher(*args, **kwargs)
         except BlockSparseError:
@@ -128,19 +135,19 @@ class Training:
         return targets
 
     def loss(self, index: int, *, held_out: bool = False) -> tuple[Tensor, Targets, Targets]:
-        """Return the loss of a batch, what the student computed, and the targets."""
+        """Return (loss on a batch, the student's outputs, the teacher's outputs); the loss includes the task loss."""
         targets = self.targets(index, held_out=held_out)
         batch = (self.data.held_out if held_out else self.data.train)[index]
-        args, kwargs = self.caller.arguments(batch)
+        args, kwargs = self.reader.arguments(batch)
         result = self.distillation.run_student(*args, **kwargs)
         loss = self.distillation.loss(result, targets)
-        task_loss = self.caller.task_loss(result.output, batch)
+        task_loss = self.reader.task_loss(result.output, batch)
         return loss if task_loss is None else loss + task_loss, result, targets
 
     def check(self) -> None:
         """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch."""
-        args, kwargs = self.caller.arguments(self.data.held_out[0])
-        with torch.no_grad(), evaluating(self.student):
+        args, kwargs = self.reader.arguments(self.data.held_out[0])
+        with torch.no_grad(), evaluation_mode(self.student):
             try:
                 result = self.distillation.run_student(*args, **kwargs)
             except Exception as error:  # the user's module may raise anything
@@ -151,7 +158,7 @@ class Training:
     def evaluate(self) -> tuple[float, float]:
         """Return loss and agreement on the held-out batches; infinity and 0 if the student's outputs are not finite."""
         losses, agreements, counts = [], [], []
-        with evaluating(self.student):
+        with evaluation_mode(self.student):
             for index, batch in enumerate(self.data.held_out):
                 loss, result, targets = self.loss(index, held_out=True)
                 name, target = next(iter(targets.tensors.items()))
@@ -167,18 +174,20 @@ class Training:
 
     # -- steps ------------------------------------------------------------------------------------------------
 
-    def stage(self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], None]) -> None:
+    def train_stage(
+        self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], None]
+    ) -> None:
         """Train until the fraction `end` of the budget is used, with a warm-up and a cosine decay of the rate.
 
         Args:
-            end: the fraction.
+            end: the fraction of the budget, in 0..1.
             rate: the highest learning rate.
             drops: functions that drop blocks of the student, called one after the other in the first part of the stage.
             on_check: called with held-out loss and agreement, several times after the last drop.
         """
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
         optimizer, good = self._optimizer(rate), copy_state(self.student)
-        with training(self.student, sample_count(self.data.train[0])):
+        with training_mode(self.student, sample_count(self.data.train[0])):
             while (used := self.budget.used) < end:
                 done = (used - begin) / (end - begin)
                 for group in optimizer.param_groups:
@@ -211,7 +220,9 @@ class Training:
         on_check(*self.evaluate())
 
     def find_rate(self, share: float) -> float:
-        """Return the learning rate after which a few steps leave the smallest held-out loss; the student stays.
+        """Try each of RATES for a few steps and return the one with the lowest held-out loss.
+
+        The student's state is restored. If there are too few steps for a test, the default rate is returned untested.
 
         Args:
             share: fraction of the budget that this may use.
@@ -221,7 +232,7 @@ class Training:
         begin, state, losses = self.budget.used, copy_state(self.student), {}
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
-            with training(self.student, sample_count(self.data.train[0])):
+            with training_mode(self.student, sample_count(self.data.train[0])):
                 for step in range(RATE_STEPS):
                     for group in optimizer.param_groups:
                         group["lr"] = rate * min(1.0, (step + 1) / 5)
@@ -236,7 +247,10 @@ class Training:
         return torch.optim.AdamW(trained, rate, weight_decay=0.0)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> float:
-        """Take a step on the next batch; return the loss, before which nothing is changed if it is not finite."""
+        """Take an optimizer step on the next batch and return the loss.
+
+        If the loss or a gradient is not finite, return NaN without a step.
+        """
         if not self._order:
             self._order = torch.randperm(len(self.data.train), generator=self.generator).tolist()
         optimizer.zero_grad()

@@ -32,10 +32,10 @@ def from_zeros(
     example: Example | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Make weights block-sparse that are zero in many places: blocks with a nonzero value stay, so outputs are equal.
+    """Make weights that were pruned to zeros block-sparse; outputs stay equal.
 
-    Each weight gets the block size with the highest measured speed-up. It stays dense if none is faster; a
-    `SparsityWarning` lists these weights with their zeros.
+    Blocks with a nonzero value are stored. Each weight gets the block size with the highest measured speed-up. It stays
+    dense if none is faster; a `SparsityWarning` lists these weights with their zeros.
 
     Args:
         model: a model whose weights were pruned, such as one from a checkpoint with zeros; it stays as it is unless
@@ -100,6 +100,6 @@ def from_zeros(
 
 
 def _layout(weight: Prunable, size: tuple[int, int]) -> tuple[Prunable, BlockLayout]:
-    """Return a weight in blocks of a size, and the layout of its blocks with a nonzero value."""
+    """Return the weight seen in blocks of a size, and the layout of the blocks that have a nonzero value."""
     sized = weight.in_blocks(size)
     return sized, BlockLayout((sized.blocks.sums((sized.tensor != 0).float()) > 0).cpu(), size)

@@ -114,7 +114,7 @@ class ScoredSelection(Selection):
         density: the density of all weights, or of each by name.
         criterion: the scores; see `sparsify`.
         scope: the weights that compete for blocks; see `sparsify`.
-        bounded: whether trained weights keep more blocks, in the scope "careful", where they would lose too much.
+        limit_loss: whether, in the scope "careful", trained weights keep more blocks if they would lose too much.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ScoredSelection(Selection):
         density: float | Mapping[str, float],
         criterion: Criterion,
         scope: str,
-        bounded: bool = False,
+        limit_loss: bool = False,
     ):
         if scope not in SCOPES:
             raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
@@ -143,7 +143,12 @@ class ScoredSelection(Selection):
             check_density(density, self.blocks, "global")
         self.scores = {name: self._score(name, criterion) for name in self.weights}
         self._needed: dict[str, Tensor] = {}
-        if bounded and scope == "careful" and not isinstance(density, Mapping) and _is_trained(self.weights.values()):
+        if (
+            limit_loss
+            and scope == "careful"
+            and not isinstance(density, Mapping)
+            and _is_trained(self.weights.values())
+        ):
             self._needed = {name: _needed_blocks(weight) for name, weight in self.weights.items()}
         if isinstance(density, Mapping):
             sizes = {name: _padded_size(weight) for name, weight in self.weights.items()}

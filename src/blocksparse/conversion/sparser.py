@@ -65,11 +65,14 @@ def drop_blocks(
     density: Any,
     criterion: Criterion | None,
     scope: str,
-    bounded: bool,
+    *,
+    limit_loss: bool,
     inplace: bool,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[nn.Module, Plan]:
     """Drop blocks of a model's block-sparse weights; the parameters stay the same objects.
+
+    Args are those of `sparsify`; `limit_loss` is that of `ScoredSelection`.
 
     Returns:
         The model or its copy, and the plan with the layouts.
@@ -78,7 +81,7 @@ def drop_blocks(
         BlockSparseError: no block would be dropped, or `optimizer` cannot follow. Nothing is changed then.
     """
     weights = {name: weight.dense for name, weight in stored.items()}
-    selection = ScoredSelection(weights, density, criterion or "lamp", scope, bounded)
+    selection = ScoredSelection(weights, density, criterion or "lamp", scope, limit_loss)
     for name, scores in selection.scores.items():
         absent = ~stored[name].layout.mask().to(scores.device)
         selection.scores[name] = scores.masked_fill(absent, float(scores.min()) - 1)  # absent blocks rank last

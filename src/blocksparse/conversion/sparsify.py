@@ -18,7 +18,7 @@ from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import energy_shares
 from ..sparsity.calibration.calibrate import Batches, collect_batches
 from ..sparsity.calibration.reconstruction import fit
-from ..surgery.carry import REASONS
+from ..surgery.carry import record_reason
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, survey
@@ -70,15 +70,22 @@ def sparsify(
         density: fraction of the parameters to keep in weights that become block-sparse, above 0 and at most 1 (default
             0.1). A dict gives the density of each weight by name; weights without a name stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
-        criterion: the score of a block. "lamp" (default without data): its squared norm / the sum over all blocks of
-            the weight whose squared norm is no smaller. "l2": its l2 norm per parameter. "magnitude": mean |w|. "max":
-            largest |w|. Or scores `[out_blocks, in_blocks]` by name of the weight, or a function that returns them
-            given the name and the weight, padded to whole blocks.
-        scope: the blocks that compete. "careful" (default): all, by one threshold, but each weight keeps at least half
-            of the density, and first the best block of each row of blocks; unless forced, a trained weight also keeps
-            enough blocks to preserve 95 % of each row's squared norm. "global": all, by one threshold; weights of small
-            numbers may keep one block only, except with "lamp", which does not depend on scale. "layer": each weight
-            has the density. "erk": densities by `sparsity.erk`. Each weight keeps at least one block.
+        criterion: the score of a block.
+            "lamp" (default without data): its squared norm / the sum over all blocks of the weight whose squared norm
+            is no smaller.
+            "l2": its l2 norm per parameter.
+            "magnitude": mean |w|.
+            "max": largest |w|.
+            A dict gives scores `[out_blocks, in_blocks]` by name of the weight. A function returns them given the name
+            and the weight, padded to whole blocks.
+        scope: the blocks that compete. Each weight keeps at least one block.
+            "careful" (default): one threshold for all weights, but each keeps at least half of the density, and first
+            the best block of each row of blocks. Unless forced, a trained weight also keeps enough blocks to preserve
+            95 % of each row's squared norm.
+            "global": one threshold for all weights. Weights of small values may keep only one block, except with
+            "lamp", which does not depend on scale.
+            "layer": each weight has the density.
+            "erk": densities by `sparsity.erk`.
         skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
         force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
@@ -118,16 +125,18 @@ def sparsify(
         if not stored:
             raise _no_weights_error(model, candidates)
         _check_only_dense_options(layouts, data)
-        model, plan = drop_blocks(model, stored, density, criterion, scope, not force, inplace, optimizer)
+        model, plan = drop_blocks(
+            model, stored, density, criterion, scope, limit_loss=not force, inplace=inplace, optimizer=optimizer
+        )
         _warn_if_missed(plan)
         return model
     if inplace and data is not None:
         _check_writable(model)
     batches = None if data is None else collect_batches(data)
-    plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, bounded=not force)
+    plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
     if not force:
-        faster, slower = keep_faster(model, plan.layouts, example, tokens, plan.selection.layouts)
-        plan = plan.leave_dense(slower, faster)
+        block_sparse, reasons = keep_faster(model, plan.layouts, example, tokens, plan.selection.layouts)
+        plan = plan.leave_dense(reasons, block_sparse)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
     model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
     _warn_if_missed(plan)
@@ -153,7 +162,7 @@ class Survey:
 
 
 def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Skip) -> Survey:
-    """Sort the weights of a model by whether they can become block-sparse, or are already."""
+    """Return which weights of a model can become block-sparse, which cannot and why, and which already are."""
     found = survey(model, block_size, skip)
     skipped_modules, _ = find_skipped(model, skip)
     return Survey(
@@ -205,7 +214,7 @@ def select_blocks(
     layouts: Mapping[str, BlockLayout] | None,
     batches: list[Any] | None,
     *,
-    bounded: bool,
+    limit_loss: bool,
 ) -> Plan:
     """Select the blocks of each dense weight, and record why others stay dense.
 
@@ -215,7 +224,7 @@ def select_blocks(
         density, criterion, scope: see `sparsify`.
         layouts: layouts by name, used as they are, or None to score blocks.
         batches: inputs of the model, or None. With inputs and one density, the default criterion is `energy_shares`.
-        bounded: whether trained weights keep more blocks if they would lose too much; only without layouts or inputs.
+        limit_loss: whether trained weights keep more blocks if they would lose too much. Not with layouts or inputs.
 
     Raises:
         BlockSparseError: `layouts` or `density` name a weight that cannot become block-sparse.
@@ -229,7 +238,7 @@ def select_blocks(
         selection = FixedSelection(candidates.weights, layouts)
     elif batches is None:
         selection = ScoredSelection(
-            candidates.weights, density, "lamp" if criterion is None else criterion, scope, bounded
+            candidates.weights, density, "lamp" if criterion is None else criterion, scope, limit_loss
         )
     else:
         if criterion is None and not isinstance(density, Mapping):
@@ -306,7 +315,7 @@ def replace_weights(
         sparse = replace_with_sparse(fitted, plan.layouts, optimizer)
     for name, reason in plan.reasons.items():
         module, _, parameter = name.rpartition(".")
-        sparse.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
+        record_reason(sparse.get_submodule(module), parameter, reason)
     return sparse
 
 

@@ -17,11 +17,16 @@ from ..errors import BlockSparseError
 from ..nn.multi_weight import MultiWeightModule
 from .sharding import is_dtensor
 
-# The attribute of a module with the reasons why weights were left dense, by the parameter's name, for the report.
+# The attribute of a module with the reasons why its parameters were left dense, by name. `report` shows them.
 REASONS = "_left_dense"
 
 TREES = "_parameters", "_buffers", "_modules"
 OF_MODULE = frozenset(vars(nn.Module()))
+
+
+def record_reason(module: nn.Module, parameter: str, reason: str) -> None:
+    """Record why a parameter of a module was left dense; `report` reads it."""
+    vars(module).setdefault(REASONS, {})[parameter] = reason
 
 
 def own_forward(module: nn.Module) -> str | None:
