@@ -125,8 +125,7 @@ def _limit_blas_threads() -> Any:
     try:
         return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     except ImportError:
-        needed = 'what scikit-learn brings: pip install "blocksparse-torch[lab]"'
-        raise BlockSparseError.expected("threadpoolctl", needed, "none") from None
+        raise BlockSparseError("This benchmark needs threadpoolctl: pip install threadpoolctl.") from None
 
 
 def _run_steps(step: Call) -> None:

@@ -16,7 +16,10 @@ def main() -> None:
     try:
         from blocksparse_lab.cli import app
     except ModuleNotFoundError as error:
-        sys.exit(f"error: the command line needs {error.name}: pip install 'blocksparse-torch[lab]'")
+        sys.exit(
+            f"error: the command line needs {error.name}: pip install 'blocksparse-torch[lab]', "
+            "or in a clone: pip install '.[lab]'"
+        )
 
     if waits:
         signal.signal(signal.SIGINT, signal.default_int_handler)

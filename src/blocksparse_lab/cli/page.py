@@ -24,7 +24,7 @@ def render(template: str, filters: dict[str, Any] | None = None, **values: Any) 
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
-        raise BlockSparseError(f"pages need Jinja2 ({error}): pip install 'blocksparse-torch[lab]'") from error
+        raise BlockSparseError(f"pages need Jinja2 ({error}): pip install Jinja2") from error
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES, encoding="utf-8"), autoescape=True, undefined=StrictUndefined
     )

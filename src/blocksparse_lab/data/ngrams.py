@@ -43,7 +43,7 @@ class Ngrams:
         try:
             from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
         except ImportError as error:
-            message = f"hashed words need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+            message = f"hashed words need scikit-learn ({error}): pip install scikit-learn"
             raise BlockSparseError(message) from error
         self.splits, self.features = splits, features
         self.name, self.classes = splits.name, splits.classes

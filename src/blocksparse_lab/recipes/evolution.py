@@ -45,7 +45,7 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        needs = f"the digits need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+        needs = f"the digits need scikit-learn ({error}): pip install scikit-learn"
         raise BlockSparseError(needs) from error
     digits = load_digits()
     x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)

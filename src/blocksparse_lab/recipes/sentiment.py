@@ -189,7 +189,7 @@ def _sklearn() -> Any:
     try:
         import sklearn
     except ImportError as error:
-        message = f"the probe needs scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+        message = f"the probe needs scikit-learn ({error}): pip install scikit-learn"
         raise BlockSparseError(message) from error
     return sklearn
 

@@ -117,8 +117,8 @@ def _transformers(path: Path) -> StoredModel:
     try:
         import transformers
     except ImportError as error:
-        wanted = "it installed, for a folder with a config.json: pip install transformers"
-        raise BlockSparseError.expected("transformers", wanted, error) from error
+        message = f"a folder with config.json needs transformers ({error}): pip install transformers"
+        raise BlockSparseError(message) from error
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
