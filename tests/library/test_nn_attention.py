@@ -225,7 +225,7 @@ def test_the_compiled_graph_does_not_grow_with_the_rows():
 def core(request, monkeypatch):
     """With the compiled core, and as if it had not been built."""
     if request.param == "no core":
-        monkeypatch.setattr(cpu, "refusal", lambda device, dtype: "it is not there")
+        monkeypatch.setattr(cpu, "unsupported_reason", lambda device, dtype: "it is not there")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

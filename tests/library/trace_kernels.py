@@ -87,7 +87,7 @@ class Traced:
         layer = layer.bfloat16()
         reason = "an old GPU" if variant == "refused" else None
         for each in (linear, conv):
-            each.refusal = lambda device, dtype: reason
+            each.unsupported_reason = lambda device, dtype: reason
         if variant == "exported":
             x, rows = torch.randn(shapes[0], dtype=torch.bfloat16), {0: torch.export.Dim("rows")}
             self.note(torch.export.export(layer, (x,), dynamic_shapes={"input": rows}, strict=True))
@@ -99,7 +99,7 @@ class Traced:
         self.launches["traced"] = [*launches]
         launches.clear()
         for each in (linear, conv):
-            each.refusal = lambda device, dtype: None
+            each.unsupported_reason = lambda device, dtype: None
         layer(torch.randn(shapes[0], dtype=torch.bfloat16, requires_grad=True)).float().square().mean().backward()
         self.launches["eager"] = [*launches]
 

@@ -14,8 +14,8 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 
 
-def no_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Serve every device and dtype: the `refusal` of definitions in plain PyTorch."""
+def always_supported(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return None: definitions in plain PyTorch serve every device and dtype."""
     return None
 
 

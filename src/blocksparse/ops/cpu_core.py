@@ -88,8 +88,8 @@ def unavailable() -> str | None:
     return reason
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the core cannot serve these tensors, or None if it can. All CPU backends share this `refusal`."""
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the core cannot serve these tensors, or None if it can. All CPU backends share this."""
     if device.type != "cpu":
         return f"it serves tensors on the CPU, not on {device}"
     if dtype not in DTYPES:

@@ -1,7 +1,7 @@
 """The base classes of all operations: they choose the backend, make PyTorch's op, and define its gradients.
 
-A backend of an op is a module in the op's folder. It has a function per product, and `refusal(device, dtype) -> str |
-None`, which returns the reason why it cannot serve a call, or None if it can.
+A backend of an op is a module in the op's folder. It has a function per product, and
+`unsupported_reason(device, dtype) -> str | None`, which returns why it cannot serve a call, or None if it can.
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ class Op:
         forced = [*_forced.values()] if _forced else None  # a copy, because other threads change the dict
         name = forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)
         backend: Any = self.backends.get(name or "")
-        refusal = f"there is no {name or device.type} backend of it yet"
+        reason = f"there is no {name or device.type} backend of it yet"
         if backend is not None:
-            refusal = backend.refusal(device, dtype)
-            if refusal is None:
+            reason = backend.unsupported_reason(device, dtype)
+            if reason is None:
                 return backend
-            refusal = f"the {name} backend refuses: {refusal}"
+            reason = f"the {name} backend refuses: {reason}"
         if self._fallback is not None:
             return self._fallback
         raise BlockSparseError.expected(
             self.name,
             "a dtype and a device that its backend serves",
-            f"{dtype} on {device}: {refusal}. The plain PyTorch definition runs anywhere, slowly: "
+            f"{dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
             f'`with blocksparse.use_backend("reference"): ...`',
             Page.BACKENDS,
         )

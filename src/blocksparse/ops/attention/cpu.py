@@ -30,10 +30,11 @@ BFLOAT16_ISAS = ("avx512_bf16", "amx")
 MIN_BLOCK_KEYS = 4
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the core cannot serve these tensors, or None if it can; it never serves traced graphs."""
     if torch.compiler.is_compiling():
         return "graphs contain PyTorch's own operations"
-    return cpu_core.refusal(device, dtype)
+    return cpu_core.unsupported_reason(device, dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:

@@ -17,16 +17,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
-from ..checks import accumulator, no_refusal
+from ..checks import accumulator, always_supported
 
-# Rows of blocks are padded to the longest one of a batch; this fraction of a row, at least, must be blocks.
+# Rows of blocks are padded to the longest one of a batch; at least this fraction of a row must be blocks.
 MIN_FILLED = 0.75
 
 # At most this many blocks per batch, so that their gathered keys and values fit in the caches.
 MAX_BATCHED_BLOCKS = 256
 
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:

@@ -51,7 +51,7 @@ def _attention_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, computed per distinct layout."""
     run: Callable[..., Sequence[Tensor]] = cpu.gradients
-    if cpu.refusal(q.device, q.dtype):
+    if cpu.unsupported_reason(q.device, q.dtype):
         run = gathered.gradients
     heads: dict[BlockLayout, list[int]] = {}
     for head, layout in enumerate(_layouts(indices, sizes)):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ..checks import accumulator, no_refusal
+from ..checks import accumulator, always_supported
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:

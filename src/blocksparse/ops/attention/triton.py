@@ -19,7 +19,8 @@ from ..registry import needs_grad
 TILE, MIN_TILE = 128, 32
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why FlexAttention cannot serve these tensors, or None if it can."""
     if device.type != "cuda":
         return f"it serves tensors on a GPU, not on {device}"
     return "FlexAttention does not serve torch.float64" if dtype == torch.float64 else None

@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import cpu_core, workspace
 from ..cpu_core import DTYPES, address
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def forward(x: Tensor, scale: float, seed: int, least: int) -> Tensor:

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import SUM_DTYPES, no_refusal
+from ..checks import SUM_DTYPES, always_supported
 from ..dropout.reference import drawn
 
 # Random numbers are drawn for this number of elements of x at a time: first for elu(x), then for elu(-x).
 DRAWS = 32
 
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def forward(x: Tensor, scale: float, seed: int, least: int) -> Tensor:

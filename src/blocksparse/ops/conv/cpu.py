@@ -12,13 +12,14 @@ from ..cpu_core import DTYPES, address
 from ..cpu_plan import block_plan
 from .plan import Axis, channel_plan, packed_taps, runs, three_axes
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def conv(
     x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
     transposed: bool, axes: Sequence[Axis], activation: str | None,
 ) -> torch.Tensor:  # fmt: skip
+    """Return activation(W * x + bias) `[n, *space, channels]`; the axes have sizes, strides, padding and dilation."""
     x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
     dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
@@ -47,6 +48,7 @@ def conv(
 def conv_wgrad(
     grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
+    """Return the stored blocks of the gradient of the values, `[nnz, block_out, block_in, *kernel]`."""
     grad, x = grad.contiguous(), x.contiguous()
     dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape

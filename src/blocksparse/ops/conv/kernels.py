@@ -61,7 +61,7 @@ def conv_kernel(
     TAPS: tl.constexpr,  # taps of the last axis in one step: all of them, or one
     IN_STEP: tl.constexpr,  # in_step2 and shift_step2, if positions share inputs
     SHIFT_STEP: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    SUM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUM_DTYPE: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of positions of one phase: all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
@@ -79,8 +79,8 @@ def conv_kernel(
     token = tl.program_id(0) // slices // tasks * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
-    last = tl.load(task_ptr + 4 * task + 2)
-    valid = token < tokens
+    end = tl.load(task_ptr + 4 * task + 2)
+    token_mask = token < tokens
 
     # Positions of the first tap's inputs along each axis. Beyond the last token, a position for which all taps are
     # outside of the image.
@@ -113,7 +113,7 @@ def conv_kernel(
         outputs *= out_size2
     inputs += b2
     outputs += o2
-    b2 = tl.where(valid, b2, outside)
+    b2 = tl.where(token_mask, b2, outside)
     in_channels = in_blocks * width
     lane = tl.arange(0, BLOCK_K)
     output = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,14 +128,14 @@ def conv_kernel(
     t0 = 0
     t1 = 0
     t2 = 0
-    count = (last - first) * steps * taps2
+    count = (end - first) * steps * taps2
     if AXES > 1:
         count *= taps1
     if AXES > 2:
         count *= taps0
     sums = ()
     for _ in tl.static_range(POSITIONS):
-        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), SUM),)
+        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), SUM_DTYPE),)
     col = tl.load(col_ptr + entry, mask=count > 0, other=0)
     block = entry
     if block_ptr is not None:
@@ -148,12 +148,12 @@ def conv_kernel(
             d1 = t1 * shift_step1
             reach += d1 * in_size2
             tap += t1 * tap_step1
-            there = (b1 + d1).to(tl.uint32) < in_size1.to(tl.uint32)
+            inside_before = (b1 + d1).to(tl.uint32) < in_size1.to(tl.uint32)
         if AXES > 2:
             d0 = t0 * shift_step0
             reach += d0 * in_size1 * in_size2
             tap += t0 * tap_step0
-            there &= (b0 + d0).to(tl.uint32) < in_size0.to(tl.uint32)
+            inside_before &= (b0 + d0).to(tl.uint32) < in_size0.to(tl.uint32)
         x_step = x_tile + (reach.to(tl.int64) * in_channels + (col * width + k))
         w_step = w_tile + (block.to(tl.int64) * all_taps + tap) * (block_out * block_in)
         w_step += k * (block_in if TRANSPOSE else 1)
@@ -170,7 +170,7 @@ def conv_kernel(
         for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = (b2 + d2 + d).to(tl.uint32) < in_size2.to(tl.uint32)
             if AXES > 1:
-                inside &= there
+                inside &= inside_before
             x_mask = inside[:, None]
             if width % BLOCK_K != 0:
                 x_mask = x_mask & (k + lane < width)[None, :]
@@ -204,14 +204,14 @@ def conv_kernel(
             done = k >= width
             k = tl.where(done, 0, k)
         entry += done.to(tl.int32)
-        col = tl.load(col_ptr + entry, mask=entry < last, other=0)
+        col = tl.load(col_ptr + entry, mask=entry < end, other=0)
         block = entry
         if block_ptr is not None:
-            block = tl.load(block_ptr + entry, mask=entry < last, other=0)
+            block = tl.load(block_ptr + entry, mask=entry < end, other=0)
     for i in tl.static_range(POSITIONS):
         y_rows = y_ptr + (outputs + i * out_step2).to(tl.int64) * (out_blocks * height)
-        real = valid & (n2 + i < count2)
-        finish(sums[i], y_rows, real, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
+        position_mask = token_mask & (n2 + i < count2)
+        finish(sums[i], y_rows, position_mask, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=_WGRAD)
@@ -236,8 +236,8 @@ def conv_wgrad_kernel(
     a_place: tl.constexpr,  # numbers of a block from one of its lanes to the next
     b_place: tl.constexpr, AXES: tl.constexpr,
     POSITIONS: tl.constexpr,  # as in conv_kernel
-    TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
-    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_DTYPE: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_K lanes of one block row of the values' gradient, summed over one split of the output positions.
 
@@ -255,17 +255,17 @@ def conv_wgrad_kernel(
     split = tl.program_id(1)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
-    last = tl.load(task_ptr + 4 * task + 2)
+    end = tl.load(task_ptr + 4 * task + 2)
     lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), BLOCK_K)
-    unit, i, there = lanes(0, (last - first) * taps, lane0, a_width, WIDTH, BLOCK_K)
+    unit, i, k_mask = lanes(0, (end - first) * taps, lane0, a_width, WIDTH, BLOCK_K)
     entry = first + unit // taps
     tap = unit % taps
     o = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = o < b_width
-    col = tl.load(col_ptr + entry, mask=there, other=0)
+    output_mask = o < b_width
+    col = tl.load(col_ptr + entry, mask=k_mask, other=0)
 
     token = split * tokens_per_split + tl.arange(0, BLOCK_M)
-    end = tl.minimum((split + 1) * tokens_per_split, tokens)
+    token_end = tl.minimum((split + 1) * tokens_per_split, tokens)
     a_channels = (a_blocks * a_width).to(tl.int64)
     b_channels = (b_blocks * b_width).to(tl.int64)
     # The address of a token's input, its increment for BLOCK_M tokens, and its corrections at the ends of axes.
@@ -315,17 +315,17 @@ def conv_wgrad_kernel(
     b_tile = b_ptr + (token.to(tl.int64) * (POSITIONS * b_channels))[:, None] + (row * b_width + o)[None, :]
     sums = ()
     for _ in tl.static_range(TAPS):
-        sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), SUM),)
-    for token0 in range(split * tokens_per_split, end, BLOCK_M):
-        exists = token0 + tl.arange(0, BLOCK_M) < end
-        within = there[:, None] & exists[None, :]
+        sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), SUM_DTYPE),)
+    for token0 in range(split * tokens_per_split, token_end, BLOCK_M):
+        token_mask = token0 + tl.arange(0, BLOCK_M) < token_end
+        within = k_mask[:, None] & token_mask[None, :]
         if AXES > 1:
             within &= (p1[None, :] + d1[:, None]).to(tl.uint32) < input_size1.to(tl.uint32)
         if AXES > 2:
             within &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
         grads = ()
         for n in tl.static_range(POSITIONS):
-            b = tl.load(b_tile + n * b_channels, mask=exists[:, None] & real[None, :], other=0)
+            b = tl.load(b_tile + n * b_channels, mask=token_mask[:, None] & output_mask[None, :], other=0)
             grads = grads + (b,)
         for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))
@@ -359,12 +359,12 @@ def conv_wgrad_kernel(
             a_token += tl.where(over, a_over0, 0)
     block = entry
     if block_ptr is not None:
-        block = tl.load(block_ptr + entry, mask=there, other=0)
-    place = block.to(tl.int64) * (a_width * b_width) + i * a_place
-    offset = (place[:, None] + (o * b_place)[None, :]) * (taps * TAPS) + tap[:, None] * TAPS
+        block = tl.load(block_ptr + entry, mask=k_mask, other=0)
+    block_offset = block.to(tl.int64) * (a_width * b_width) + i * a_place
+    offset = (block_offset[:, None] + (o * b_place)[None, :]) * (taps * TAPS) + tap[:, None] * TAPS
     offset += split.to(tl.int64) * numbers
     for t in tl.static_range(TAPS):
-        tl.store(values_ptr + offset + t, sums[t], mask=there[:, None] & real[None, :])
+        tl.store(values_ptr + offset + t, sums[t], mask=k_mask[:, None] & output_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["numbers", "splits"])
@@ -372,6 +372,6 @@ def sum_kernel(parts_ptr, values_ptr, numbers, splits, SPLITS: tl.constexpr, BLO
     """Compute values as the sum of `[splits, numbers]` parts; at most SPLITS parts, which are all loaded at once."""
     number = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.arange(0, SPLITS)
-    place = split.to(tl.int64)[:, None] * numbers + number[None, :]
-    parts = tl.load(parts_ptr + place, mask=(split < splits)[:, None] & (number < numbers)[None, :], other=0)
+    offset = split.to(tl.int64)[:, None] * numbers + number[None, :]
+    parts = tl.load(parts_ptr + offset, mask=(split < splits)[:, None] & (number < numbers)[None, :], other=0)
     tl.store(values_ptr + number, tl.sum(parts, 0), mask=number < numbers)

@@ -45,6 +45,7 @@ class Conv(LayoutOp):
         return Geometry(block, shapes, (x.shape[0], *size, out))
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+        """Return crow and col, and the GPU's schedule if a graph needs it."""
         (x, values, _), (transpose, transposed, _, stride, padding, dilation, _) = tensors, options
         indices, kernel = index_tensors(layout, x.device), values.shape[3:]
         if not needs_schedule(layout, x):
@@ -56,6 +57,7 @@ class Conv(LayoutOp):
         return [*indices, *triton.schedule(layout, x.device, x.dtype, taps, last, transposed != transpose)]
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        """Return the convolution; one with a single tap and no stride or padding is computed as a linear product."""
         (x, values, bias), (transpose, transposed, size, *steps, activation) = tensors, options
         input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
         axes = axes_of(input, output, values.shape[3:], *steps)
@@ -76,6 +78,7 @@ class Conv(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of x, values and bias: transposed convolution, `ConvWgrad`, sums over positions."""
         (x, values, bias, output), (transpose, transposed, _, *steps, activation) = saved, options
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (*options[:-1], None)))
         grad_x = grad_values = None
@@ -105,6 +108,7 @@ class ConvWgrad(LayoutOp):
         return Geometry(block, shapes, (nnz, *block, *kernel))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        """Return the gradient of the values; one of a single tap is computed as that of a linear product."""
         (grad, x), (transposed, kernel, *steps) = tensors, options
         input, output = (grad, x) if transposed else (x, grad)
         axes = axes_of(input.shape[1:-1], output.shape[1:-1], kernel, *steps)
@@ -123,6 +127,7 @@ class ConvWgrad(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of grad and x: convolutions with the incoming gradient as the values."""
         (left, x), (transposed, _, *steps) = saved, options
         grad_left = grad_x = None
         if needed[0]:
@@ -152,6 +157,7 @@ def launch_conv(
     transposed: bool, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     activation: str | None,
 ) -> Any:  # fmt: skip
+    """Launch the Triton kernels of `Conv` in a compiled graph, or return NotImplemented for sizes that vary."""
     if _is_any_dynamic(*x.shape[1:-1], *size):
         return NotImplemented
     input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
@@ -170,6 +176,7 @@ def launch_conv_wgrad(
     grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int, transposed: bool, kernel: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Any:  # fmt: skip
+    """Launch the Triton kernels of `ConvWgrad` in a compiled graph, or return NotImplemented for sizes that vary."""
     if _is_any_dynamic(*grad.shape[1:-1], *x.shape[1:-1]):
         return NotImplemented
     block = grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks

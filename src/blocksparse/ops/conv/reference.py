@@ -14,7 +14,7 @@ from ..checks import accumulator
 from ..linear import definition as linear
 from .plan import Axis
 
-refusal = linear.refusal
+unsupported_reason = linear.unsupported_reason
 Slices = tuple[slice, ...]
 
 

@@ -38,7 +38,7 @@ from .plan import Axis, three_axes
 # Up to this number, phases have a launch each; more phases have one launch, whose positions share no inputs.
 MAX_LAUNCHES = 8
 
-refusal = runtime.refusal
+unsupported_reason = runtime.unsupported_reason
 
 Layout = BlockLayout | TracedLayout
 
@@ -60,6 +60,7 @@ def conv(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: Layout, transpose: bool, transposed: bool,
     axes: Sequence[Axis], activation: str | None,
 ) -> Tensor:  # fmt: skip
+    """Return activation(W * x + bias) `[n, *space, channels]`; the axes have sizes, strides, padding and dilation."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out_space = [axis.input if transposed else axis.output for axis in axes]
     y = torch.empty(x.shape[0], *out_space, layout.shape[transpose], dtype=x.dtype, device=x.device)
@@ -78,6 +79,7 @@ def conv(
 
 
 def conv_wgrad(grad: Tensor, x: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> Tensor:
+    """Return the stored blocks of the gradient of the values, `[nnz, block_out, block_in, *kernel]`."""
     # The kernel gathers the input of the convolution (a) tap by tap, and reads its output (b) once for several taps.
     a, b = (grad, x) if transposed else (x, grad)
     a, b = a.contiguous(), b.contiguous()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import no_refusal
+from ..checks import always_supported
 
 # Random numbers per stream (a part), and generators per stream.
 PART, LANES = 4096, 8
@@ -15,7 +15,7 @@ WARM_UP = 18
 PARTS = 2048
 
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: int) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,7 @@ class ExpertLinear(LayoutOp):
         return Geometry(block, [(nnz, *block), (x.shape[0], in_)], (x.shape[0], out))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        """Return the products, one per expert with rows; rows behind the last expert's are 0."""
         (values, x), (starts, transpose) = tensors, options
         *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
         y = workspace.empty(shape, x.dtype, x.device)
@@ -94,6 +95,7 @@ class ExpertLinear(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of values and x: `ExpertLinearWgrad` and the transposed product."""
         (values, x), (starts, transpose) = saved, options
         grad_values = grad_x = None
         if needed[0]:

@@ -8,7 +8,7 @@ from ...layout import BlockLayout
 from .. import cpu_core
 from ..linear import linear
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def gated_linear(

@@ -7,9 +7,9 @@ from torch import Tensor
 from ...convert import to_dense
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import accumulator, no_refusal
+from ..checks import accumulator, always_supported
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def gated_linear(

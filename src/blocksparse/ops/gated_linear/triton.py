@@ -15,7 +15,7 @@ from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, gpu_of, tile_f
 from ..linear.triton import prepared
 from .plan import gated_plan
 
-refusal = runtime.refusal
+unsupported_reason = runtime.unsupported_reason
 
 # Sums of both products that fit in the registers of a thread.
 MAX_SUMS = 128
@@ -25,6 +25,7 @@ def gated_linear(
     x: Tensor, gate: Tensor, gate_layout: BlockLayout, up: Tensor, up_layout: BlockLayout, gate_bias: Tensor | None,
     up_bias: Tensor | None, activation: str | None,
 ) -> Tensor:  # fmt: skip
+    """Return activation(x G^T + gate_bias) * (x U^T + up_bias) by one kernel that loads x once for both."""
     tokens = x.shape[0]
     y = torch.empty(tokens, gate_layout.shape[0], dtype=x.dtype, device=x.device)
     if tokens == 0:

@@ -15,42 +15,45 @@ DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
-def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return entry, feature within its block, and mask of the BLOCK_K lanes from lane0 on."""
+def lanes(first, end, lane0, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return (entry, feature within its block, mask of lanes that exist) for BLOCK_K lanes from lane0 on.
+
+    The lanes belong to the entries first <= entry < end.
+    """
     lane = lane0 + tl.arange(0, BLOCK_K)
     entry = first + lane // WIDTH
     k = lane % WIDTH
-    there = entry < last
+    k_mask = entry < end
     if width != WIDTH:
-        there = there & (k < width)
-    return entry, k, there
+        k_mask = k_mask & (k < width)
+    return entry, k, k_mask
 
 
 @triton.jit
-def load_inputs(rows, valid, col_ptr, entry, k, there, width: tl.constexpr):
-    """Return inputs [BLOCK_M, BLOCK_K] of the lanes, from pointers to rows; 0 for rows that are not valid."""
-    col = tl.load(col_ptr + entry, mask=there, other=0)
-    mask = there[None, :]
-    if valid is not None:
-        mask = mask & valid[:, None]
+def load_inputs(rows, row_mask, col_ptr, entry, k, k_mask, width: tl.constexpr):
+    """Return inputs [BLOCK_M, BLOCK_K] of the lanes, from pointers to rows; 0 outside of both masks."""
+    col = tl.load(col_ptr + entry, mask=k_mask, other=0)
+    mask = k_mask[None, :]
+    if row_mask is not None:
+        mask = mask & row_mask[:, None]
     return tl.load(rows[:, None] + (col * width + k)[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def load_weights(
     values_ptr, block_ptr,
-    entry, k, there, output,
+    entry, k, k_mask, output,
     block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """Return weights [BLOCK_K, BLOCK_N] of the lanes, of the blocks or the transposed blocks."""
-    block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
+    block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=k_mask, other=0)
     block_start = block.to(tl.int64) * (block_out * block_in)
-    mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
+    mask = k_mask[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
     if TRANSPOSE:
-        place = (block_start + k * block_in)[:, None] + output[None, :]
+        offset = (block_start + k * block_in)[:, None] + output[None, :]
     else:
-        place = (block_start + k)[:, None] + (output * block_in)[None, :]
-    return tl.load(values_ptr + place, mask=mask, other=0)
+        offset = (block_start + k)[:, None] + (output * block_in)[None, :]
+    return tl.load(values_ptr + offset, mask=mask, other=0)
 
 
 @triton.jit
@@ -73,20 +76,21 @@ def dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _leading(numbers):
-    """Return the numbers truncated to TF32."""
+    """Return float32 numbers truncated to TF32."""
     return (numbers.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def biased(sums, bias_ptr, column, real):
-    """Return sums + bias, or sums if there is no bias; `real` masks the columns that exist."""
+def biased(sums, bias_ptr, column, output_mask):
+    """Return sums + bias, or sums if k_mask is no bias; `output_mask` masks the columns that exist."""
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
+        sums += tl.load(bias_ptr + column, mask=output_mask, other=0).to(sums.dtype)[None, :]
     return sums
 
 
 @triton.jit
 def activated(sums, ACTIVATION: tl.constexpr):
+    """Return activation(sums); "" is the identity."""
     if ACTIVATION == "relu":
         sums = tl.where(sums < 0, 0, sums)  # NaN stays
     elif ACTIVATION == "gelu":
@@ -98,13 +102,13 @@ def activated(sums, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
+def finish(sums, rows, row_mask, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
     """Add the bias, apply the activation, and store to the outputs of block row `row`; `rows` points to rows of y."""
-    write(sums, rows, valid, bias_ptr, row * height + output, output < height, ACTIVATION)
+    write(sums, rows, row_mask, bias_ptr, row * height + output, output < height, ACTIVATION)
 
 
 @triton.jit
-def write(sums, rows, valid, bias_ptr, column, real, ACTIVATION: tl.constexpr):
-    """Add the bias, apply the activation, and store to the real ones of these columns; `rows` points to rows of y."""
-    sums = activated(biased(sums, bias_ptr, column, real), ACTIVATION)
-    tl.store(rows[:, None] + column[None, :], sums, mask=valid[:, None] & real[None, :])
+def write(sums, rows, row_mask, bias_ptr, column, output_mask, ACTIVATION: tl.constexpr):
+    """Add the bias, apply the activation, and store the columns in `output_mask`; `rows` points to rows of y."""
+    sums = activated(biased(sums, bias_ptr, column, output_mask), ACTIVATION)
+    tl.store(rows[:, None] + column[None, :], sums, mask=row_mask[:, None] & output_mask[None, :])

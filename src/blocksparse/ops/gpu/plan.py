@@ -24,7 +24,7 @@ class LinearPlan:
     a part of the row, else -1. It is `[tasks, 5]` if tasks have a second row (-1: none), which is summed at the same
     time. Entry e multiplies the inputs of block `col[e]` with block `block[e]` of the values, or with `block[e, 0]` for
     the first row and `block[e, 1]` for the second (-1: that row lacks the block). Slot s holds a part of row `slots[s,
-    0]`; if s is the row's first slot, the last one is `slots[s, 1] - 1`, else `slots[s, 1]` is -1.
+    0]`; if s is the row's first slot, `slots[s, 1]` is the end of its slots, else `slots[s, 1]` is -1.
     """
 
     tasks: np.ndarray
@@ -54,15 +54,15 @@ def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None
     row = np.repeat(np.arange(len(length)), parts)
     nth = np.arange(row.size) - np.repeat(np.cumsum(parts) - parts, parts)
     first = start[row] + nth * length[row] // parts[row]
-    last = start[row] + (nth + 1) * length[row] // parts[row]
+    end = start[row] + (nth + 1) * length[row] // parts[row]
 
     in_parts = parts[row] > 1
     slot = np.where(in_parts, np.cumsum(in_parts) - 1, -1)
     end_of_row = np.where(nth == 0, slot + parts[row], -1)
     slots = np.stack([row, end_of_row], axis=1)[in_parts]
 
-    order = np.argsort(first - last, kind="stable")
-    tasks = np.stack([row, first, last, slot], axis=1)[order]
+    order = np.argsort(first - end, kind="stable")
+    tasks = np.stack([row, first, end, slot], axis=1)[order]
     return LinearPlan(_int32(tasks), _int32(rows.col_of_block), block, _int32(slots))
 
 
@@ -86,13 +86,13 @@ def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
     """
     rows = layout.T if transpose else layout
     pairs = np.array(matching(rows))
-    task, seat = np.empty((2, rows.grid[0] + 1), dtype=np.int64)  # one more, for row -1
+    task, row_in_pair = np.empty((2, rows.grid[0] + 1), dtype=np.int64)  # one more, for row -1
     task[pairs] = np.arange(len(pairs))[:, None]
-    seat[pairs] = 0, 1
+    row_in_pair[pairs] = 0, 1
     row = rows.row_of_block
     joined, entry = np.unique(task[row] * rows.grid[1] + rows.col_of_block, return_inverse=True)
     block = np.full((len(joined), 2), -1)
-    block[entry, seat[row]] = layout.transpose_order if transpose else np.arange(layout.nnz)
+    block[entry, row_in_pair[row]] = layout.transpose_order if transpose else np.arange(layout.nnz)
     start = np.searchsorted(joined, np.arange(len(pairs) + 1) * rows.grid[1])
     order = np.argsort(start[:-1] - start[1:], kind="stable")
     tasks = np.column_stack([pairs[:, 0], start[:-1], start[1:], np.full(len(pairs), -1), pairs[:, 1]])[order]

@@ -32,7 +32,7 @@ def unavailable() -> str | None:
     if interpreting() and _installed():
         return None
     if torch.cuda.is_available():
-        return _refusal_of_gpu(torch.cuda.current_device())
+        return _unsupported_gpu_reason(torch.cuda.current_device())
     if not _installed():
         return _MISSING
     return "PyTorch sees no GPU (with TRITON_INTERPRET=1 the kernels run on the CPU, slowly)"
@@ -44,14 +44,14 @@ def details() -> str:
 
 
 @lru_cache(maxsize=256)  # every call needs it
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why Triton kernels cannot serve these tensors, or None. All Triton backends share this `refusal`."""
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why Triton kernels cannot serve these tensors, or None if they can. All Triton backends share this."""
     if dtype not in SUM_DTYPES:
         return f"it serves {', '.join(str(known) for known in SUM_DTYPES)}"
     if interpreting() and device.type != "cpu":
         return f"Triton interprets here (TRITON_INTERPRET=1), tensors on the CPU, not on {device}"
     if device.type == "cuda" and not interpreting():
-        return _refusal_of_gpu(device.index)
+        return _unsupported_gpu_reason(device.index)
     reason = unavailable()
     if reason is None and not interpreting():
         reason = f"it serves tensors on a GPU, not on {device}"
@@ -67,7 +67,7 @@ def _installed() -> bool:
 
 
 @lru_cache
-def _refusal_of_gpu(index: int | None) -> str | None:
+def _unsupported_gpu_reason(index: int | None) -> str | None:
     """Return why Triton's kernels cannot run on this GPU, or None."""
     if not _installed():
         return _MISSING
@@ -182,7 +182,7 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
     return {
         "PRECISION": precision(dtype),
-        "SUM": DTYPES[SUM_DTYPES[dtype]],
+        "SUM_DTYPE": DTYPES[SUM_DTYPES[dtype]],
         "WIDEN": interpreting(),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

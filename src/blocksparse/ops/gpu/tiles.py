@@ -64,7 +64,7 @@ class Tile:
         for name in ("block_m", "block_n", "block_k", "warps"):
             size, most = getattr(self, name), MAX_WARPS if name == "warps" else MAX_SIZE
             if not is_int(size) or not 1 <= size <= most or size & (size - 1):
-                raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, {most} at most", repr(size))
+                raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, at most {most}", repr(size))
         for name in ("stages", "group_m"):
             integer(f"{name} of a tile", getattr(self, name), 1, below=MAX_SIZE + 1)
         if not isinstance(self.pairs, bool):

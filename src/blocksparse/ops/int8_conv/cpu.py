@@ -13,7 +13,7 @@ from ..conv.plan import Axis, is_linear, three_axes
 from ..int8_linear import cpu
 from .reference import of_patches
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def int8_conv(

@@ -13,7 +13,7 @@ from ..conv.plan import Axis
 from ..conv.reference import taps_of
 from ..int8_linear import reference
 
-refusal = reference.refusal
+unsupported_reason = reference.unsupported_reason
 
 
 def int8_conv(

@@ -21,7 +21,7 @@ from ..cpu_core import DTYPES, address
 from ..cpu_plan import OUTPUT_STEP
 from ..linear.cpu import tasks_of
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 class _Packed(NamedTuple):

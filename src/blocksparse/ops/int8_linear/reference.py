@@ -8,13 +8,13 @@ from torch import Tensor
 from ...convert import block_coordinates
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import no_refusal
+from ..checks import always_supported
 
 # Tokens and outputs without a larger number count as 0, because their factor would not fit float32.
 NEGLIGIBLE = 1e-36
 
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

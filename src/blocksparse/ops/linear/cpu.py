@@ -14,14 +14,16 @@ from ..checks import check_tensors, contiguous_features
 from ..cpu_core import DTYPES, address, address_or_zero
 from ..cpu_plan import block_plan, column_plan, row_plan
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 _CPU = torch.device("cpu")
 
 
 def linear_fast(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
 ) -> Tensor | None:
-    """Return the result of a usual call without gradients; None if only `linear` can serve or refuse it.
+    """Return the result of a usual call without gradients, or None if this fast path does not apply.
+
+    After None, call `linear`, which serves other calls and raises errors.
 
     x is `[..., in]`, and y has the same leading axes. The product of a small layer takes a microsecond, so this makes
     the checks of `cpu_core.row_addresses` and `address` in one pass.
@@ -60,6 +62,10 @@ def linear(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return activation(x W^T + bias) `[tokens, out]`, or x W with `transpose`, in `out` if that is given.
+
+    x is `[tokens, in]`.
+    """
     if out is not None and not out.is_contiguous():
         y = linear(x, values, bias, layout, transpose, activation)
         check_tensors(y.dtype, y.device, out=(out, tuple(y.shape)))
@@ -108,6 +114,7 @@ def tasks_of(layout: BlockLayout, transpose: bool = False) -> Any:
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, out: Tensor | None = None) -> Tensor:
+    """Return the stored blocks of grad^T x `[nnz, block_out, block_in]`, in `out` if that is given."""
     values = workspace.empty(layout.values_shape, x.dtype, _CPU) if out is None else out
     grad, x = contiguous_features(grad), contiguous_features(x)
     arguments = _gradient_arguments(grad, x, layout)

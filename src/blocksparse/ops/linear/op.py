@@ -27,6 +27,7 @@ class Linear(LayoutOp):
     """
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+        """Return crow and col, and the GPU's schedule if a graph needs it."""
         x, indices = tensors[0], index_tensors(layout, tensors[0].device)
         if not (needs_schedule(layout, x) and is_bucket_known(x.shape[0])):
             return indices
@@ -50,6 +51,10 @@ class Linear(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of x, values and bias: the transposed product, `LinearWgrad`, and sums over tokens.
+
+        With blocks of 1x1 on the CPU, one call of the core computes all three if none is differentiated again.
+        """
         (x, values, bias, output), (transpose, activation) = saved, options
         # Only calls of the op itself save a bias: the public function does not fuse "gelu" and "silu" in training.
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (transpose, None)))
@@ -90,6 +95,7 @@ class LinearWgrad(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of grad and x: products with the incoming gradient as the values."""
         left, x = saved
         grad_left = LINEAR((x, grad, None), layout, (False, None)) if needed[0] else None
         return grad_left, LINEAR((left, grad, None), layout, (True, None)) if needed[1] else None
@@ -108,11 +114,13 @@ def launch_linear(
     x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
     activation: str | None,
 ) -> Tensor:  # fmt: skip
+    """Launch the Triton kernels of `Linear` in a compiled graph."""
     layout = traced_layout(indices, in_blocks, values.shape[1:])
     return triton.linear(x, values, bias, layout, transpose, activation)
 
 
 def launch_linear_wgrad(grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int) -> Tensor:
+    """Launch the Triton kernel of `LinearWgrad` in a compiled graph."""
     block = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
     return triton.linear_wgrad(grad, x, traced_layout(indices, in_blocks, block))
 

@@ -7,9 +7,9 @@ import torch
 from ...convert import block_coordinates
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import accumulator, no_refusal
+from ..checks import accumulator, always_supported
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 def linear(

@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
     wgrad_col: Tensor
 
 
-refusal = runtime.refusal
+unsupported_reason = runtime.unsupported_reason
 
 
 # -- schedules --------------------------------------------------------------------------------------------------
@@ -124,6 +124,10 @@ def linear(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout | TracedLayout, transpose: bool,
     activation: str | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return activation(x W^T + bias) `[tokens, out]`, or x W with `transpose`, in `out` if that is given.
+
+    x is `[tokens, in]`.
+    """
     tokens, out_blocks, height = x.shape[0], layout.grid[transpose], layout.block_shape[transpose]
     check_fits("x", "tokens", tokens)
     if out is not None and out.stride(1) != 1:
@@ -178,6 +182,7 @@ def linear_fast(
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout, out: Tensor | None = None) -> Tensor:
+    """Return the stored blocks of grad^T x `[nnz, block_out, block_in]`, in `out` if that is given."""
     if out is not None:
         return out.copy_(linear_wgrad(grad, x, layout))
     shape = (layout.nnz, *layout.block_shape)

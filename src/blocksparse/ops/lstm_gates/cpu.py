@@ -10,7 +10,7 @@ from .. import cpu_core
 from ..checks import SUM_DTYPES
 from ..cpu_core import DTYPES
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def forward(

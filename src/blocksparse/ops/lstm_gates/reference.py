@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import no_refusal
+from ..checks import always_supported
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 @torch.no_grad()

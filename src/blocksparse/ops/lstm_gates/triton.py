@@ -21,7 +21,7 @@ FORWARD = ("z", "add", "gain", "c", "h", "c_out", "gates")
 BACKWARD = ("gates", "c_before", "c", "grad_h", "grad_y", "grad_c", "grad_pre", "grad_c_before")
 
 
-refusal = runtime.refusal
+unsupported_reason = runtime.unsupported_reason
 
 
 def forward(
@@ -92,7 +92,7 @@ def _plan_launch(
     rows = min(PROGRAM_SIZE // features, power_of_two(n))
     arguments = {
         "n": n, "hidden": hidden, **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
-        "SUM": DTYPES[SUM_DTYPES[dtype]], "ROWS": rows, "FEATURES": features,
+        "SUM_DTYPE": DTYPES[SUM_DTYPES[dtype]], "ROWS": rows, "FEATURES": features,
     }  # fmt: skip
     kernel = kernels.lstm_gates_forward_kernel if pass_ == "forward" else kernels.lstm_gates_backward_kernel
     grid = cdiv(n, rows) * cdiv(hidden, features), 1, 1

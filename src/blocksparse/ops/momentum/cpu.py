@@ -12,7 +12,7 @@ from .. import cpu_core
 from ..cpu_core import DTYPES, address
 from .reference import check_count
 
-refusal = cpu_core.refusal
+unsupported_reason = cpu_core.unsupported_reason
 
 
 def serves(tensors: Sequence[Tensor]) -> bool:

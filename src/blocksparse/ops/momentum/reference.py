@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ..checks import no_refusal
+from ..checks import always_supported
 
-refusal = no_refusal
+unsupported_reason = always_supported
 
 
 @torch.no_grad()

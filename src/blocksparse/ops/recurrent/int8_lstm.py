@@ -42,6 +42,7 @@ class Int8LSTM(Recurrence):
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor,
         input_scales: Tensor | None, bias: Tensor | None, *weights: Tensor | None, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+        """Run all time steps; each is one product in 8 bits and the gates."""
         steps = self.steps
         recurrent, *projection = self._products(weights)
         hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
