@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
-from blocksparse.sparsity.calibration import calibrate, fitting, passes
+from blocksparse.sparsity.calibration import calibrate, fitting, passes, reconstruction
 from blocksparse.sparsity.calibration.inputs import pack_inputs, products
 from blocksparse.surgery.prunable import prunable
 
@@ -446,3 +446,18 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal
     shown = terminal and not after
     assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown
     assert stream.getvalue().endswith("\n") == shown
+
+
+def test_states_of_fitted_weights_improve_a_recurrent_layer(monkeypatch):
+    torch.manual_seed(0)
+    lstm = nn.LSTM(32, 64, batch_first=True).requires_grad_(False)
+    lstm.weight_hh_l0.mul_(4)  # errors of states grow over steps
+    x, new = torch.randn(16, 60, 32), torch.randn(16, 60, 32)
+
+    def error() -> float:
+        made = bs.sparsity.reconstruct(lstm, [x], 0.5, 8)
+        return float((made.model(new)[0] - lstm(new)[0]).square().mean())
+
+    fitted = error()
+    monkeypatch.setattr(reconstruction, "ROUNDS", 1)
+    assert fitted < 0.97 * error()

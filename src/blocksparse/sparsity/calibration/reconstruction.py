@@ -22,11 +22,12 @@ from .activations import MIN_FRACTION
 from .batch_norms import correct_statistics, has_statistics
 from .calibrate import Batches, collect_batches, progress
 from .fitting import Problem
-from .inputs import CELLS, LAYERS, Product, by_called_module, products, why_unobserved
-from .passes import Passes
+from .inputs import Product, by_called_module, products, why_unobserved
+from .passes import MAX_BYTES, Passes
 
-# A recurrent layer is fitted first on the states of the dense weights, then on those of the fitted weights.
-ROUNDS = 3
+# A recurrent layer is fitted first on the states of the dense weights, then on those of its fitted weights as well.
+# States of fitted weights alone, which may be far from the dense ones, would make the fit worse from round to round.
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def reconstruct(
         A weight V in place of W has the error |X V^T - Y|^2 + damping mean(diag(X^T X)) |V - W|^2. The number of blocks
         in each row of blocks follows from the optimal brain surgeon's score, sum w_ij^2 / (H^-1)_jj with H = X^T X +
         damping. The row then takes, again and again, the block that reduces the error most. Values are the exact
-        least-squares solution. Recurrent layers are fitted twice more, on the states of the new weights.
+        least-squares solution. Recurrent layers are fitted three times more, on the states of the
+        fitted weights as well; the round is kept whose states are closest to the dense ones.
 
         At most 10,000 rows (tokens, positions or steps) and 256 MiB of a layer's inputs are used, the same in each run.
         Up to 4,608 inputs (times taps), the score costs one inversion of H, and a row of blocks (in) (kept in)^2
@@ -171,31 +173,55 @@ class _Fitter:
 
     def fit(self, name: str, product: Product, other: Product) -> None:
         """Fit weights and bias of a product of the module `name` to the outputs of the dense product `other`."""
-        matrix = other.matrix()
+        matrix, recurrent = other.matrix(), product.weights[-1].parameter.startswith("weight_hh")
         x, counts = self.passes.rows(self.dense, other, name)
-        y = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
+        outputs = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
+        states = slice(x.shape[1] - product.sizes[-1] if recurrent else x.shape[1], None)
+        dense_states = x[:, states].clone()
+        del x  # frees memory for the next ones
+        x, y = self._inputs(name, product, other, counts), outputs
+        x[:, states] = dense_states
         layouts = [self.layouts[weight.name] for weight in product.weights]
         total = sum(layout.nnz for layout in layouts)
         mask = torch.cat([layout.mask() for layout in layouts], 1).to(y.device)
         columns = [weight.grid[1] for weight in product.weights]
-        mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
-        for turn in range(ROUNDS if type(product.module) in (*LAYERS, *CELLS) else 1):
-            del x  # frees memory for the next ones
-            x, counts_now = self.passes.rows(self.model, product, name)
-            if counts_now != counts:  # a router now sends other rows here: fit on those of the dense model
-                del x
-                x, _ = self.passes.rows(self.dense, other, name)
+        best = math.inf
+        for turn in range(ROUNDS if recurrent else 1):
+            mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
             mean_x = x.mean(0) if product.bias else torch.zeros_like(x[0])
-            problem = Problem(matrix, x.sub_(mean_x), y - mean, product.block, self.damping)
+            centered = x - mean_x if recurrent else x.sub_(mean_x)
+            problem = Problem(matrix, centered, y - mean, product.block, self.damping)
             if self.choose and turn == 0:
                 mask = _with_minimum(problem.choose(total), mask, problem.energy(), columns)
             fitted = problem.values(mask)
-            product.set(fitted, other, (mean.double() - fitted.double() @ mean_x.double()))
-        norm = y.double().square().sum().item()
-        error = problem.error(fitted) / norm if norm > 0 else 0.0
+            shift = mean.double() - fitted.double() @ mean_x.double()
+            product.set(fitted, other, shift)
+            if not recurrent:
+                error = problem.error(fitted)
+                break
+            own = self._inputs(name, product, other, counts)
+            distance = float((own[:, states] - dense_states).double().square().sum())
+            if distance < best or turn == 0:
+                best, best_fit = distance, (fitted, shift)
+                error = float((outputs - own @ fitted.to(own.dtype).T - shift.to(own.dtype)).double().square().sum())
+            x, y = torch.cat([x, own]), torch.cat([y, outputs])
+            while max(x.numel(), y.numel()) * x.element_size() > MAX_BYTES * 2:
+                x, y = x[::2], y[::2]
+        else:
+            product.set(best_fit[0], other, best_fit[1])
+        norm = outputs.double().square().sum().item()
+        error = error / norm if norm > 0 else 0.0
         for weight, mask_of_weight in zip(product.weights, mask.split(columns, 1), strict=True):
             self.layouts[weight.name] = BlockLayout(mask_of_weight.cpu(), weight.block_shape)
             self.errors[weight.name] = error
+
+    def _inputs(self, name: str, product: Product, other: Product, counts: list[int]) -> Tensor:
+        """Return the inputs of a product in the model; those of the dense one if a router now sends other rows here."""
+        x, counts_now = self.passes.rows(self.model, product, name)
+        if counts_now != counts:
+            del x
+            x, _ = self.passes.rows(self.dense, other, name)
+        return x
 
 
 def _with_minimum(mask: Tensor, old_mask: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
