@@ -5,7 +5,7 @@ from typing import Self
 
 __all__ = ["BlockSparseError", "SparsityWarning"]
 
-# How many weights a message names at most.
+# A message names at most this number of weights.
 MAX_NAMED = 6
 
 

@@ -97,7 +97,7 @@ def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
                 raise BlockSparseError.expected(f"{path}, line {number}", expected, "more")
             empty += len(line) < 3 and line.isspace()
             if empty > MAX_EMPTY:
-                raise BlockSparseError.expected(str(path), f"{MAX_EMPTY:,} empty lines at most", "more")
+                raise BlockSparseError.expected(str(path), f"at most {MAX_EMPTY:,} empty lines", "more")
             yield number, line
 
 
@@ -110,7 +110,7 @@ def read_json(path: Any, subject: str) -> Any:
     with opened(path, subject) as file:
         data = file.read(MAX_JSON + 1)
     if len(data) > MAX_JSON:
-        raise BlockSparseError.expected(str(path), f"a JSON file of {MAX_JSON:,} bytes at most", "more")
+        raise BlockSparseError.expected(str(path), f"a JSON file of at most {MAX_JSON:,} bytes", "more")
     try:
         return json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -143,7 +143,7 @@ def check_unpacked(subject: str, size: int, packed: int) -> None:
     """Raise a BlockSparseError if `packed` bytes unpack to more than the maximum."""
     most = most_unpacked(packed)
     if size > most:
-        expected = f"{most / GIB:.3g} GiB unpacked at most (to allow more, set BLOCKSPARSE_MAX_UNPACKED, in GiB)"
+        expected = f"at most {most / GIB:.3g} GiB unpacked (to allow more, set BLOCKSPARSE_MAX_UNPACKED, in GiB)"
         raise BlockSparseError.expected(subject, expected, "more")
 
 
@@ -212,7 +212,7 @@ def _untar(archive: Path, folder: Path) -> None:
 def _check_members(archive: Path, count: int) -> None:
     """Refuse an archive with too many files."""
     if count > MAX_MEMBERS:
-        raise BlockSparseError.expected(archive.name, f"{MAX_MEMBERS:,} files at most", "more")
+        raise BlockSparseError.expected(archive.name, f"at most {MAX_MEMBERS:,} files", "more")
 
 
 def _stream(path: Path, gzipped: bool) -> BinaryIO:

@@ -19,6 +19,7 @@ class _Finder(MetaPathFinder):
         self.name, self.callback = name, callback
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the awaited module, with a loader that also makes the callback; None for other modules."""
         spec = PathFinder.find_spec(name, path) if name == self.name else None
         if spec is None or spec.loader is None:
             return None

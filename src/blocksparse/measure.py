@@ -110,7 +110,7 @@ def alternate(
         calls: the calls to time, by name. The first is the baseline and takes part in every round.
         rounds: the maximum number of rounds.
         budget: seconds for all calls together. Each has an equal share and skips further rounds once it has used it,
-            after one round at least. Timing ends when all calls but the first skip, because the first alone would have
+            after at least one round. Timing ends when all calls but the first skip, because the first alone would have
             the caches to itself.
         clock: `clock(call, repeat)` measures the seconds per call: `host_clock` or `cuda_clock`.
 

@@ -106,7 +106,7 @@ def test_command_is_readable(width, more):
         (["--machine", "abacus"], "expected one of"),
         (["--optimizer", "lion"], "optimizer: expected one of"),
         (["--params", "many"], "expected a number"),
-        (["--params", "10001B"], "params: expected 10T at most"),
+        (["--params", "10001B"], "params: expected at most 10T"),
         (["--width", "100"], "a multiple of 64"),
         (["--memory", "-1"], "memory: expected from 1e-06"),
         (["--dtype", "int3"], "dtype: expected one of"),

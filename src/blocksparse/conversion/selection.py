@@ -156,6 +156,7 @@ class ScoredSelection(Selection):
         self.target_density = density
 
     def layouts(self, names: Iterable[str]) -> Layouts:
+        """Return the layouts of these weights, which compete for the density by the rule of the scope."""
         names = list(names)
         scores, blocks = {name: self.scores[name] for name in names}, {name: self.blocks[name] for name in names}
         densities: Sequence[float] = []

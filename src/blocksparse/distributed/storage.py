@@ -101,6 +101,7 @@ class AtomicWriter(FileSystemWriter):
         ]
 
     def finish(self, metadata: Metadata, results: Any) -> None:
+        """Write the metadata file, and delete data files that do not belong to this checkpoint."""
         super().finish(metadata, results)
         folder = Path(self.path)
         if os.name == "posix":
@@ -145,6 +146,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a type that the metadata of checkpoints may contain, or raise UnpicklingError."""
         value = super().find_class(module, name) if module in self.modules and "." not in name else None
         plain = is_dataclass(value) or (isinstance(value, type) and issubclass(value, Enum))
         if (

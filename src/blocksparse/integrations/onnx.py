@@ -197,6 +197,7 @@ class _Recurrent(nn.Module):
             self.register_buffer(f"B{layer}", bias)
 
     def forward(self, input: Any, hx: Any = None) -> Any:
+        """Return (outputs, final states) as PyTorch's module does, by one ONNX operator per layer."""
         if not isinstance(input, Tensor):
             raise BlockSparseError.expected("input", "a tensor, for ONNX", type(input).__name__)
         single = input.dim() == 2

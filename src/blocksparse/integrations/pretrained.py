@@ -119,6 +119,7 @@ class BlockSparseQuantizer(HfQuantizer):
             module.__class__ = type("Loading", (type(module),), {"weight": _INITIALIZED, "finished": type(module)})
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Finish the placeholders of a loaded model: each gets its class and its loaded layout."""
         for name, module in _sparse_modules(model).items():
             module.__class__ = module.finished
             _take_layout(name, module)
@@ -127,6 +128,10 @@ class BlockSparseQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """Describe the model's blocks in its config before it is saved.
+
+        Returns (None, {}): transformers then saves the usual state dict.
+        """
         if any(isinstance(module, QuantizedLinear) for module in model.modules()):
             raise BlockSparseError(
                 f"save_pretrained: this {type(model).__name__} has layers in 8 bits. Save it before bs.quantize, and "

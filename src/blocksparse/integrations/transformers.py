@@ -62,6 +62,7 @@ class SparsityCallback(TrainerCallback):
             checkpoint.save(os.path.join(folder, self.FILE), self._methods.state_dict(), {"step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish the methods, in the state of the best model if the Trainer has loaded that."""
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         try:
             if best:  # the Trainer has just loaded its weights

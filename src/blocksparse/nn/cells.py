@@ -31,6 +31,7 @@ class Cell(Recurrent):
         return ""
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:  # type: ignore[override]
+        """Check shapes, run one time step, and return the new states without the axis of time."""
         if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != self.input_size:
             raise BlockSparseError.expected(
                 "input", f"[batch, {self.input_size}] or [{self.input_size}]", shape_of(input)

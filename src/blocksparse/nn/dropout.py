@@ -41,6 +41,7 @@ class Dropout(nn.Module):
         self.p = number("p", p, 0, below=1)
 
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
+        """Return dropout(leaky_relu(input, slope)); slope 1 is no activation, and only training drops."""
         x, drops = input, self.training and self.p > 0
         direct = can_bypass_dispatcher(x) if drops else _saves_memory(x, slope)
         if direct and x.device.type == "cpu":

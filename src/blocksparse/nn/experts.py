@@ -119,6 +119,16 @@ class Experts(MultiWeightModule):
         return new
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return for each token the sum of its k experts, weighted by `top_k_weights`.
+
+        Args:
+            hidden_states: `[tokens, hidden_dim]`.
+            top_k_index: `[tokens, k]`, integers; an index of `num_experts` or more stands for no expert.
+            top_k_weights: `[tokens, k]`.
+
+        Returns:
+            `[tokens, hidden_dim]`.
+        """
         if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_dim:
             raise BlockSparseError.expected("hidden_states", f"[tokens, {self.hidden_dim}]", list(hidden_states.shape))
         tokens = len(hidden_states)

@@ -34,10 +34,18 @@ class LinearModule(LayoutModule):
         return self.out_features, self.in_features
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return activation(input W^T + bias); see `compute`."""
         return self.compute(input, self.bias, self.activation)
 
     def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, *gate: Tensor | None) -> Tensor:
-        """Return activation(x W^T + bias) for any bias and activation, padding x and the bias to whole blocks."""
+        """Return activation(x W^T + bias), with x and the bias padded to whole blocks.
+
+        Args:
+            x: `[..., in_features]`.
+            bias: `[out_features]` or None; it need not be the layer's own.
+            activation: a name as in the constructor, or None.
+            gate: nothing, or one factor per block `[nnz]`, for products that accept a gate.
+        """
         layout = self.layout
         padded_out, padded_in = layout.shape
         if padded_in != self.in_features:
@@ -50,7 +58,7 @@ class LinearModule(LayoutModule):
         return y if padded_out == self.out_features else y[..., : self.out_features]
 
     def _tensor(self, name: str) -> Tensor | None:
-        """Return `getattr(self, name)`. A parameter is read directly, because Module's lookup is slow."""
+        """Return the parameter or other attribute `name`, without Module's slow lookup if it is a parameter."""
         parameter: Tensor | None = self._parameters.get(name)
         return getattr(self, name) if parameter is None else parameter
 
@@ -93,8 +101,10 @@ class Linear(LinearModule, BlockSparseModule):
         torch.Size([5, 7, 300])
     """
 
-    dense_kind: Any = None
-    """The class of another library's layer that `sparsify` replaced by this one, if its weight is `[in, out]`."""
+    dense_kind: type[nn.Module] | None = None
+    """The class of the layer with a weight `[in, out]` that `sparsify` replaced, such as Conv1D of transformers.
+
+    None if it replaced a torch.nn.Linear, or if the layer was built as it is."""
     _product = staticmethod(ops.linear)
 
     def __init__(
@@ -110,7 +120,8 @@ class Linear(LinearModule, BlockSparseModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(layout_for((out_features, in_features), layout, density, block_size), (), device, dtype)
+        layout = layout_for((out_features, in_features), layout, density, block_size)
+        super().__init__(layout, kernel=(), device=device, dtype=dtype)
         check_activation(activation, ACTIVATIONS)
         self.in_features = int(in_features)
         self.out_features = int(out_features)
@@ -119,6 +130,7 @@ class Linear(LinearModule, BlockSparseModule):
         self.reset_parameters()
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return activation(input W^T + bias), with blocks multiplied by `gate` `[nnz]` if it is not None."""
         return self.compute(input, self._tensor("bias"), self.activation, gate)
 
     def reset_parameters(self) -> None:

@@ -76,6 +76,10 @@ class LSTM(Recurrent):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
+        """Return (outputs, (h, c)) by the fastest way that can serve the call.
+
+        These are a single step in inference, PyTorch's LSTM for dense weights, or the general forward pass.
+        """
         result = self._one_step(input, hx) if table is None else None
         if result is not None:
             return result

@@ -37,14 +37,14 @@ class BlockSparseModule(LayoutModule):
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__(layout)
-        self._used: tuple[Tensor, Tensor] | None = None
+        self._used_rows_and_columns: tuple[Tensor, Tensor] | None = None
         self.values = nn.Parameter(torch.empty(*layout.values_shape, *kernel, device=device, dtype=dtype))
         self.reset_layout_buffers()
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:
         """Two bool tensors on the CPU, True for outputs and inputs that are not padding; None without padding."""
-        return self._used
+        return self._used_rows_and_columns
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class BlockSparseModule(LayoutModule):
         if was_compiled(self):
             self._make_layout_dynamic(layout)
         if layout.grid != self._layout.grid:
-            self._used = _marks_of_used(layout.shape, self.weight_shape)
+            self._used_rows_and_columns = _marks_of_used(layout.shape, self.weight_shape)
         self._layout = layout
         self.reset_layout_buffers()
 
@@ -171,7 +171,7 @@ class BlockSparseModule(LayoutModule):
             used: the new value of the property `used`.
         """
         self.reset_layout_buffers()
-        self._used = used
+        self._used_rows_and_columns = used
         layout, values = self._layout, self.values
         height, width = layout.block_shape
         if values.is_meta:  # drawing meta tensors makes PyTorch import code for seconds
@@ -194,6 +194,7 @@ class BlockSparseModule(LayoutModule):
         return bound.repeat_interleave(height)
 
     def _load_layout(self, loaded: dict[str, Any]) -> None:
+        """Take over the layout of a state dict, and check that its values fit; `loaded` has this module's entries."""
         own, (crow, col, values) = self._layout, map(loaded.get, ("crow_indices", "col_indices", "values"))
         for name, tensor in loaded.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
@@ -267,16 +268,17 @@ class Weight(BlockSparseModule):
 
     @property
     def _dense_shape(self) -> tuple[int, int]:
-        if self._used is None:
+        if self._used_rows_and_columns is None:
             return self._layout.shape
-        out, in_ = self._used
+        out, in_ = self._used_rows_and_columns
         return int(out.sum()), int(in_.sum())
 
     def dense_of(self, values: Tensor) -> Tensor:
+        """Return the dense weight `[out, in]` that stores `values`, without padded rows and columns."""
         weight = to_dense(values, self.layout)
-        if self._used is None:
+        if self._used_rows_and_columns is None:
             return weight
-        out, in_ = (used.to(weight.device) for used in self._used)
+        out, in_ = (used.to(weight.device) for used in self._used_rows_and_columns)
         return weight[out][:, in_]
 
     def extra_repr(self) -> str:

@@ -170,9 +170,9 @@ class MultiWeightModule(nn.Module):
         """Draw new block-sparse weights, uniform within 1 / sqrt(fan_in)."""
         for name, weight in self.named_children():
             if isinstance(weight, Weight):
-                weight.draw_values(self._used(name, weight.layout))
+                weight.draw_values(self._used_rows_and_columns(name, weight.layout))
 
-    def _used(self, name: str, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
+    def _used_rows_and_columns(self, name: str, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
         """Return two bool masks, False for padded outputs and inputs of a weight's layout; None without padding."""
         out, in_ = self.sizes[name]
         used = out.used(layout.shape[0]), in_.used(layout.shape[1], parts=False)

@@ -149,6 +149,7 @@ class MultiheadAttention(MultiWeightModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return (outputs, attention weights or None), with the arguments of `torch.nn.MultiheadAttention`."""
         batched = self._check(query, key, value)
         query, key, value = self._project(query, key, value)
         if not batched:

@@ -63,6 +63,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
+        """Return (gates, outputs, inputs) of each parameter; inputs are None for biases and gains."""
         hidden = self._hidden
         weights = {"ih": (4, inputs), "im": (1, inputs), "mh": (4, hidden), "hm": (1, hidden)}
         cell: dict[str, tuple[int, Size, Size | None]]

@@ -57,6 +57,7 @@ class QuantizedModule(LayoutModule):
         return (self.values * scales).to(dtype)
 
     def _load_layout(self, loaded: dict[str, Any]) -> None:
+        """Take over the layout of a state dict, and check that its int8 values and scales fit."""
         layout, crow, col = self._layout, loaded.get("crow_indices"), loaded.get("col_indices")
         if crow is not None and col is not None:
             self._check_blocks(loaded.get("values"))

@@ -85,7 +85,7 @@ class QuantizedLSTM(Recurrent):
                 weight = Weight(child.layout, "meta")
                 weight.values = nn.Parameter(child.dequantized_values(dtype))
                 weight.reset_layout_buffers(child.values.device)
-                weight._used = self._used(name, child.layout)
+                weight._used_rows_and_columns = self._used_rows_and_columns(name, child.layout)
                 setattr(new, name, weight)
         return new
 

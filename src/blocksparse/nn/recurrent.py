@@ -215,7 +215,10 @@ class Recurrent(MultiWeightModule):
         return F.dropout(y, self.dropout, self.training)
 
     def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
-        """Return the input as rows in time order, its steps, and a function that gives results the input's form."""
+        """Check the input, and return (its rows in time order, its steps, a function that gives results its form).
+
+        With a `table`, the input has int64 indices of rows of the table, and so have the returned rows.
+        """
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(data, Tensor):
             raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(data).__name__)

@@ -79,6 +79,7 @@ class SmallWorldLSTM(Recurrent):
                 raise BlockSparseError.expected(f"the layout of {name}", expected, out.real)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
+        """Return (gates, outputs, inputs) of each parameter; inputs are None for biases and gains."""
         hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
@@ -96,6 +97,7 @@ class SmallWorldLSTM(Recurrent):
 
     @property
     def _input_units(self) -> Size:
+        """The units that inputs connect to: every `stride`-th."""
         units = self.hidden_size // self.stride
         return Size(units, units)
 
@@ -105,6 +107,7 @@ class SmallWorldLSTM(Recurrent):
         return [f"step{k}" for k in range(1, self.depth + 1)]
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
+        """Set gains to 1 and biases to 0, but those of the forget gate to 1; draw weights as the base class does."""
         if name.startswith("gain_"):
             parameter.fill_(1)
         elif name.startswith("bias_"):

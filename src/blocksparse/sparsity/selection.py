@@ -140,7 +140,7 @@ def top_blocks(
 ) -> dict[str, Tensor]:
     """Mark the blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight.
 
-    Each weight keeps its best block at least. The density is met to the nearest block.
+    Each weight keeps at least its best block. The density is met to the nearest block.
 
     Args:
         scores: `[out_blocks, in_blocks]` by weight; -inf marks blocks that were removed before.

@@ -155,7 +155,10 @@ def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
 
 
 def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
-    """Return the objects in a value that a model may call through it."""
+    """Return the objects that a value refers to, for the search of the model's callables.
+
+    Objects of libraries are opaque unless their package is in `packages`.
+    """
     if isinstance(value, Tensor | str | bytes | int | float | ModuleType | torch.optim.Optimizer):
         return ()
     if isinstance(value, type):

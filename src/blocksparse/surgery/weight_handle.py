@@ -220,6 +220,7 @@ class LocalWeight(WeightHandle):
         new: NewValues | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        """Change the layout, with the values and the state of the optimizer; see `WeightHandle.set_layout`."""
         source = source.cpu()
         grown = source < 0
         if callable(new):

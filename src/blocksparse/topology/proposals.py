@@ -271,7 +271,10 @@ def _build(pattern: str, features: int, block_size: int, options: dict[str, Any]
 
 
 def _reasons(found: list[tuple[Summary, float]]) -> list[str]:
-    """Return for each layout the measures in which it is the best of the connected ones, or its components."""
+    """Return the `why` of each (measures, predicted time).
+
+    It lists the measures that the layout wins among connected layouts, or says "N components" if it is disconnected.
+    """
     connected = [one for one in found if not _is_disconnected(one[0])] or found
     best = {name: min(measure.key(*one) for one in connected) for name, measure in MEASURES.items()}
     reasons = []

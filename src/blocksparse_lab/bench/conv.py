@@ -67,6 +67,7 @@ class ConvCase(Case):
         return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32())
 
     def _our_call(self) -> Call:
+        """Return a call of the spec's pass with this library."""
         x, grad, values, layout, steps = self.x, self.grad, self.values, self.layout, self.steps
         indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":
@@ -79,6 +80,7 @@ class ConvCase(Case):
         return self.pass_call(lambda x, values: conv2d(x, values, layout, None, stride, padding), self.x, values)
 
     def _peer_call(self, name: str) -> Call:
+        """Return a call of a peer: the dense convolution, or a grouped one for block-diagonal patterns."""
         spec = self.spec
         if name == "dense":
             weight = torch.randn(
@@ -90,6 +92,7 @@ class ConvCase(Case):
         return self._torch_call(self.values.reshape(-1, spec.block, *self.kernel), groups=self.layout.grid[0])
 
     def _torch_call(self, weight: Tensor, groups: int) -> Call:
+        """Return a call of the spec's pass with PyTorch and a dense or grouped weight."""
         weight = weight.contiguous(memory_format=torch.channels_last)
         stride, padding, _ = self.steps
         if self.spec.pass_ in ("dgrad", "wgrad"):

@@ -134,6 +134,10 @@ class LinearCase(Case):
         return self.pass_call(lambda x, values: linear(x, values, layout), x, values)
 
     def _peer_call(self, name: str, copy: int) -> Call:
+        """Return a call of the spec's pass with a peer, on one copy of the values.
+
+        Raises NotImplementedError if the peer has no such pass.
+        """
         if name == "dense":
             return self._dense_call(copy)
         if name == "onednn":
@@ -159,6 +163,7 @@ class LinearCase(Case):
         return self.pass_call(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
 
     def _dense_call(self, copy: int) -> Call:
+        """Return a call of the spec's pass with a dense weight."""
         x, grad, weight = self.x, self.grad, self.inputs.weight(copy)
         if self.spec.pass_ == "dgrad":
             return lambda: grad @ weight
@@ -234,6 +239,7 @@ class LinearBench(Bench):
     _drawn: tuple[Any, _Inputs] | None = None
 
     def case(self, spec: LinearSpec) -> LinearCase:
+        """Return the case of `spec`; consecutive specs of the same sizes and dtype share inputs and dense weights."""
         key = (spec.out_features, spec.in_features, spec.tokens, spec.dtype)
         if self._drawn is None or self._drawn[0] != key:
             self._drawn = None  # free the old tensors before drawing new ones

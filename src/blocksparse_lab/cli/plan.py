@@ -66,7 +66,7 @@ def plan(
         if not 1 <= count <= most:
             raise BlockSparseError.expected(name, f"from 1 to {most}", count)
     if (stored := parse_count(params)) > MAX_PARAMS:
-        raise BlockSparseError.expected("params", f"{short(MAX_PARAMS)} at most", params)
+        raise BlockSparseError.expected("params", f"at most {short(MAX_PARAMS)}", params)
     device = _changed(hardware.find(machine), memory=memory, per_node=per_node, inside=inside, between=between)
     model = net.transformer(stored, density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)

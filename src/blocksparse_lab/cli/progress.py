@@ -75,6 +75,7 @@ class _Bar(Callback):
         self.progress.update(self.task, completed=step)
 
     def logged(self, record: Mapping[str, Any]) -> None:
+        """Show a log record in the bar, and print a line at some held-out losses, or regularly without a terminal."""
         trainer, now = self.trainer, time.monotonic()
         if "held_out" in record:
             line = f"held out {record['held_out']:.4f} {trainer.task.unit}"

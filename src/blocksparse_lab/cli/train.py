@@ -305,7 +305,7 @@ def sentiment(
         trainer,
         f"[bold]{_describe_net(reader.config)}{', made sparse' * pruned}[/], width {reader.config.width:,}, of "
         + escape(str(model)),
-        f"{trainer.facts['parameters']:,} parameters; the last {settings.longest:,} bytes of a text at most",
+        f"{trainer.facts['parameters']:,} parameters; at most the last {settings.longest:,} bytes of a text",
         escape(f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: ")
         + "{:,} texts to train on, {:,} to choose with, {:,} to test".format(*sizes),
     )

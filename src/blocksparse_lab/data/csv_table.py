@@ -36,7 +36,7 @@ def records(path: Any) -> Iterator[tuple[int, list[str]]]:
         for line, text in files.lines(path, "csv file", "latin1"):
             taken += len(text)
             if taken > files.MAX_IN_A_LINE:
-                wanted = f"rows of {files.MAX_IN_A_LINE:,} characters at most"
+                wanted = f"rows of at most {files.MAX_IN_A_LINE:,} characters"
                 raise BlockSparseError.expected(f"{path}, line {line}", wanted, "more")
             try:  # not in files.lines, which decodes many lines at once
                 yield text.encode("latin1").decode("utf-8-sig" if line == 1 else "utf-8")

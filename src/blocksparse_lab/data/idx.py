@@ -39,7 +39,7 @@ def read(path: str | Path) -> Tensor:
         shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
         if len(shape) > MAX_DIMENSIONS:
             got = f"{path}: {len(shape)}"
-            raise BlockSparseError.expected("idx file", f"{MAX_DIMENSIONS} dimensions at most", got)
+            raise BlockSparseError.expected("idx file", f"at most {MAX_DIMENSIONS} dimensions", got)
         expected = math.prod(shape) * dtype.itemsize
         data = bytearray()
         while len(data) <= expected and (some := file.read(min(_AT_ONCE, expected + 1 - len(data)))):

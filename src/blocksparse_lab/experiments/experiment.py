@@ -339,7 +339,7 @@ class Experiment(ABC):
         return {name: why for name, why in (before | reasons).items() if why}
 
     def _failed_before(self, runs: Path, contender: str, seed: int) -> str:
-        """Return why the run that this one needs has no result, or ""."""
+        """Return why the run that this one needs failed, or "" if it did not fail."""
         needed = self.needs(runs, contender, seed)
         if (
             needed is None

@@ -234,7 +234,7 @@ def _path_length(model: Mapping[str, Any]) -> float:
 
 
 def _pattern(model: Mapping[str, Any]) -> str:
-    """Describe the recurrent weights."""
+    """Describe a model's recurrent weights: pattern, block size, projection, and stride of the connected units."""
     blocks = f", blocks of {model['block_size']}"
     pattern = {
         "dense": f"dense, projected to {projection}" if (projection := model.get("projection")) else "dense",
@@ -248,7 +248,10 @@ def _pattern(model: Mapping[str, Any]) -> str:
 
 
 def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -> LanguageExperiment:
-    """1.5 million parameters: ten minutes per run on one CPU core, times `times`, which multiplies the steps."""
+    """Return the experiment with LSTMs of 1.5 million parameters: dense against wider block-sparse ones.
+
+    A run takes `times` x ten minutes on one CPU core; `times` multiplies the steps.
+    """
     # The learning rates are near the best of 0.003 to 0.048 by factors of 2 in runs of 800 steps on Wikipedia (for
     # the projection, of 0.0015, 0.003, 0.006, 0.009 and 0.012). Patterns after the first share its rate. Longer runs
     # get lower rates: half for four times the steps, which was not tuned.
@@ -316,10 +319,11 @@ def _medium(text: str) -> LanguageExperiment:
 
 
 def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
-    """10 to 20 minutes per run on one CPU core.
+    """Return the experiment with the deep-transition LSTM of 2017: dense against a wider small-world one.
 
-    A `stride` above 1 is the variant of 2017: only every stride-th unit of the wide net connects to inputs and outputs,
-    and the embedding and the output layer have weight norm, in the dense net too.
+    A run takes 10 to 20 minutes on one CPU core. A `stride` above 1 is the variant of 2017: only every stride-th unit
+    of the wide net connects to inputs and outputs, and the embedding and the output layer have weight norm, in the
+    dense net too.
     """
     dense = CharLMConfig(cell="smallworld", depth=5, width=424, embedding=32, init="identity", weight_norm=stride > 1)
     width = 1120 if stride > 1 else 1024  # the parameters of the dense model

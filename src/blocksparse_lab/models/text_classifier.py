@@ -77,6 +77,7 @@ class TextClassifier(nn.Module):
         return cls(TextClassifierConfig(**asdict(reader.config) | options), reader, seed)
 
     def forward(self, text: Tensor) -> Tensor:
+        """Return scores `[texts, classes]` for bytes `[texts, time]`, from the last, mean and largest states."""
         _check(text)
         is_byte = (text != END).T.unsqueeze(-1)
         lengths = is_byte.sum(0)
@@ -89,6 +90,7 @@ class TextClassifier(nn.Module):
 
 
 def _check(text: Tensor) -> None:
+    """Raise a BlockSparseError unless `text` has bytes `[texts, time]`, with END only behind them."""
     got: Any = None
     if not isinstance(text, Tensor) or text.is_floating_point() or text.dtype == torch.bool:
         got = text.dtype if isinstance(text, Tensor) else type(text).__name__

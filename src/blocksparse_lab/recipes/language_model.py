@@ -52,6 +52,7 @@ def sample(
 def _sample(
     model: nn.Module, prompt: bytes, length: int, temperature: float, top_k: int | None, seed: int
 ) -> Iterator[bytes]:
+    """Yield `length` bytes after the prompt, drawn one by one from the model; temperature 0 takes the likeliest."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor(list(prompt), device=device).unsqueeze(1)

@@ -45,7 +45,7 @@ def features(
             and the state after bytes `[time, batch]`, or `forward(text, state)`, which returns logits and that state.
         texts: an empty one is read as three bytes.
         batch: texts side by side.
-        chunk: bytes per call at most; larger chunks need more memory and less time.
+        chunk: maximum number of bytes per call; larger chunks need more memory and less time.
     """
     data = [np.frombuffer(encode(text), dtype=np.uint8) for text in texts]
     lengths = np.array([len(one) for one in data], dtype=np.int64)

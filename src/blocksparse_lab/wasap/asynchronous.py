@@ -92,6 +92,7 @@ class MasterConnection:
         return False
 
     def _pull(self) -> bool:
+        """Wait for the master's answer, load its parameters and layouts, and return whether training continues."""
         self.receiving.wait()
         self.sends.popleft().wait()
         continues, topology_follows = self.answer.head.tolist()
@@ -156,7 +157,10 @@ class Master:
         self.loss, self.samples, self.start = 0.0, 0, time.perf_counter()
 
     def step(self, samples: int, loss: float) -> None:
-        """Take a step with the parameters' gradients."""
+        """Take an optimizer step with the parameters' gradients, and add the loss to the epoch's mean.
+
+        If this was the epoch's last step, end the epoch.
+        """
         self.optimizer.step()
         self.loss += loss * samples
         self.samples += samples
@@ -165,6 +169,7 @@ class Master:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
+        """Change layouts, record the finished epoch, and begin the next one."""
         self.method.step()
         self.layouts = self.flat.layouts()
         self.epoch += 1
@@ -234,6 +239,7 @@ class _Worker:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
+        """Receive the worker's pushes in this thread until there are no more; an error goes to the master's queue."""
         try:
             more = True
             while more:

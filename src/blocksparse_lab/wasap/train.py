@@ -437,6 +437,7 @@ def average_into(flat: FlatModel, layouts: list[list[BlockLayout]], parts: list[
 
 
 def _check(model: nn.Module, data: Data, test: Data | None) -> None:
+    """Raise a BlockSparseError unless the data are pairs of tensors and the model has no running statistics."""
     for name, pair in (("data", data), ("test", test)):
         if pair is None:
             continue

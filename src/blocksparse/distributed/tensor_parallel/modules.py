@@ -50,6 +50,7 @@ class LayerSharding:
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks."""
         return self.features.group
 
     def local_input(self, x: Any) -> tuple[Tensor, Placement]:
@@ -70,7 +71,13 @@ class LayerSharding:
         return Shard(-1) if dim == dims + self.axis else Shard(dim)
 
     def replicate(self, x: Tensor, placement: Placement, features: int) -> Tensor:
-        """Return the whole input with `features` features, from which each rank computes something else."""
+        """Return the whole input on each rank; its gradient is summed over ranks.
+
+        Args:
+            x: the local tensor.
+            placement: its placement, `Replicate()` or `Shard(dim)`.
+            features: the number of features of the whole input.
+        """
         if isinstance(placement, Replicate):
             return copy_to_ranks(x, self.group)
         if not isinstance(placement, Shard):
@@ -97,6 +104,10 @@ class Colwise:
     sharding: LayerSharding
 
     def forward(self, input: Any, *args: Any, **options: Any) -> Any:
+        """Replicate the input, multiply by this rank's rows of blocks, and bring the output into its placement.
+
+        The output stays sharded by features, is gathered, or is scattered along another axis.
+        """
         sharding = self.sharding
         leave_out_if_empty(self)  # type: ignore[arg-type]
         x, placement = sharding.local_input(input)
@@ -122,6 +133,10 @@ class Rowwise:
     checked = False
 
     def forward(self, input: Any, *args: Any, **options: Any) -> Any:
+        """Multiply this rank's features of the input by its columns of blocks, and sum the products over ranks.
+
+        The sum is replicated, or scattered along an axis; then the bias is added and the activation applied.
+        """
         sharding = self.sharding
         group, features, axis = sharding.group, sharding.features, sharding.axis
         leave_out_if_empty(self)  # type: ignore[arg-type]
@@ -181,6 +196,10 @@ class ColwiseLSTM:
     training: bool
 
     def forward(self, input: Any, hx: State | None = None, *, table: Tensor | None = None) -> Any:
+        """Gather a sharded input, run the LSTM, and scatter the output along an axis unless it is replicated.
+
+        The states are replicated.
+        """
         sharding, x = self.sharding, input
         for weight in super().children():  # type: ignore[misc]
             leave_out_if_empty(weight)
@@ -230,7 +249,7 @@ class ColwiseLSTM:
         return y, h, units.gather(c, 1)
 
     def _dropout_between_layers(self, y: Tensor) -> Tensor:
-        # Each rank draws the dropout of its own units: drawn for all units, the masks of the ranks would differ.
+        """Return y after dropout; each rank draws the mask of its own units, because whole masks would differ."""
         if not self.training:
             return y
         features = self.sharding.features
@@ -238,6 +257,7 @@ class ColwiseLSTM:
         return torch.cat([features.gather(F.dropout(each, self.dropout), 1) for each in local], 1)
 
     def _uses_torch_kernels(self, x: Tensor, hx: State | None) -> bool:
+        """Return False: PyTorch's kernels need all units on one rank."""
         return False
 
     def flatten_parameters(self) -> None:

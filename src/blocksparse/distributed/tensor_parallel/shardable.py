@@ -190,7 +190,7 @@ def shard_weight_(module: BlockSparseModule, axis: int, lines: np.ndarray, group
     module.set_layout(new, values)
     if used is not None:
         used[axis] = used[axis].view(-1, layout.block_shape[axis])[torch.from_numpy(lines)].flatten()
-        module._used = None if all(bool(side.all()) for side in used) else (used[0], used[1])
+        module._used_rows_and_columns = None if all(bool(side.all()) for side in used) else (used[0], used[1])
 
 
 def shard_parameter_(module: Any, name: str, rows: AxisSharding) -> None:

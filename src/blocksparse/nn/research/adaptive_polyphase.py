@@ -51,6 +51,10 @@ class AdaptivePolyphaseDownsample(nn.Module):
         self.blur = integer("blur", blur, 1)
 
     def forward(self, input: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (the image at half the size, the index of each image's phase).
+
+        Without `index`, an image keeps the phase with the largest energy.
+        """
         x = input
         _check_images(x)
         if x.shape[2] % STEP or x.shape[3] % STEP:

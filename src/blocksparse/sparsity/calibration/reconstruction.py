@@ -135,7 +135,7 @@ def fit(
         layouts: layouts of the weights to fit.
         damping: see `reconstruct`.
         choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
-            An LSTM's weights of inputs and of states share their number; each keeps half of its own at least.
+            An LSTM's weights of inputs and of states share their number; each keeps at least half of its own.
 
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
@@ -225,7 +225,7 @@ class _Fitter:
 
 
 def _with_minimum(mask: Tensor, old_mask: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
-    """Exchange blocks between two weights side by side until each has half of its old number of blocks at least.
+    """Exchange blocks between two weights side by side until each has at least half of its old number of blocks.
 
     Args:
         mask: chosen blocks of one or two weights, `[out_blocks, sum(columns)]`; changed in place and returned.

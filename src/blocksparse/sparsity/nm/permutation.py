@@ -141,7 +141,7 @@ class _Search:
         self.order, self.kept, self.with_other, self.gain, self.places = state
 
     def climb(self) -> None:
-        """Swap columns until no swap helps. In a round each group takes part in one swap at most, so gains add up."""
+        """Swap columns until no swap helps. In a round each group takes part in at most one swap, so gains add up."""
         while True:
             first, second = (self.gain > self.min_gain).triu(1).nonzero(as_tuple=True)
             if first.numel() == 0:

@@ -168,6 +168,7 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         return self.schedule.due(call)
 
     def _change_layouts(self) -> None:
+        """Drop the stored blocks with the smallest norms, down to the schedule's density."""
         weights = {name: weight for _, name, weight in self._trained_weights()}
         norms = {}
         for name, weight in weights.items():

@@ -94,6 +94,10 @@ class GroupLasso(DensePruner):
         return self.strength * torch.as_tensor(total)
 
     def _step(self) -> bool:
+        """Shrink the norm of each block by learning rate x strength x factor; blocks with a smaller norm become 0.
+
+        Returns whether weights changed: always False with mode "penalty" or without an optimizer.
+        """
         if self.mode == "penalty" or self.optimizer is None:
             return False
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}

@@ -76,6 +76,7 @@ class GatedPruner(DensePruner):
 
     @torch.no_grad()
     def settle(self) -> None:
+        """Multiply the weights by their gates, and remove the gates from the modules and the optimizer."""
         if self.finished or self._settled:
             return
         self._settled = True

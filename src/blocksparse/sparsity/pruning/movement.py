@@ -113,6 +113,7 @@ class MovementPruning(GatedPruner):
         self._attach({name: ScoreGate(blocks, self.dense[name]) for name, blocks in self.blocks.items()})
 
     def _step(self) -> bool:
+        """Select the blocks with the highest scores if the schedule is due, and return whether it was."""
         # Scores still change after the schedule's end, so the best blocks do too; their number does not.
         due = self.schedule.due(min(self.calls, self.schedule.end))
         if due:

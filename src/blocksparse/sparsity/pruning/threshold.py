@@ -110,6 +110,7 @@ class ThresholdPruning(MaskedPruner):
         return self.schedule.threshold(t, self.theta[name])
 
     def _prune(self) -> None:
+        """Drop the blocks whose largest |w| is below the threshold, except the best of each row and column to keep."""
         for name in self._trained():
             largest = dense_norms(self.blocks[name], self.dense[name], "max")
             keep = self.keep[name].to(largest.device)

@@ -112,7 +112,10 @@ class GradientWatch:
         self.record(inputs[0].detach(), layer.bias, layer.activation, output)
 
     def record(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
-        """Record a forward computation, and request the gradient of its output."""
+        """Register a hook that, in backward, appends the input and the gradient before the activation to `passes`.
+
+        Does nothing if the output needs no gradient.
+        """
         if not output.requires_grad:
             return
         self.replicas = _ddp_groups()
@@ -127,7 +130,7 @@ class GradientWatch:
 
     @torch.no_grad()
     def _backward(self, x: Tensor, pre_activation: Tensor, activation: str | None, grad: Tensor) -> None:
-        """Record a pass: the input of the layer, and its output gradient before the activation."""
+        """Append to `passes` the input x and the gradient before the activation, from the output's gradient `grad`."""
         layer, grad = self.layer, grad.detach()
         if activation == "relu":  # the output has the same sign
             grad = torch.ops.aten.threshold_backward(grad, pre_activation, 0)
@@ -163,7 +166,7 @@ class _WatchedCompute:
 def _ddp_groups() -> list[Any]:
     """Return the process group of the DistributedDataParallel whose forward pass is running, if any, as a list."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    # A private name of PyTorch, present in 2.0 to 2.14 at least.
+    # A private name of PyTorch, present in at least 2.0 to 2.14.
     active = parallel and parallel.DistributedDataParallel._active_ddp_module
     return [active.process_group] if active else []
 

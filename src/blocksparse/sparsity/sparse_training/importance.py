@@ -70,6 +70,7 @@ class ImportancePruning(DynamicSparsity):
                 raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
 
     def _change_layouts(self) -> None:
+        """Drop the blocks of rows whose importance is below the percentile, except those that a column needs."""
         for i, _, weight in self._trained_weights():
             scores, layout = importance(weight).numpy(), weight.layout
             unimportant = scores < np.percentile(scores, self.percentile)

@@ -158,6 +158,7 @@ class RigL(DynamicSparsity):
         self._held = False
 
     def _change_layouts(self) -> None:
+        """Drop the smallest blocks of each weight, and grow as many where the recorded gradients are largest."""
         weights = list(self._trained_weights())
         for i, name, _ in weights:
             if not self._watches[i].passes:

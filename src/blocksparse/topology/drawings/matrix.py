@@ -36,7 +36,7 @@ def matrix(layout: BlockLayout, path: str | Path, title: str) -> None:
     figure.suptitle(f"{title}, {rows} x {cols}\ndensity {layout.density:.3g}{note}", x=0.02, ha="left", size=10)
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
-    # A pixel per cell at least, so that "nearest" omits no block and blends none.
+    # At least a pixel per cell, so that "nearest" omits no block and blends none.
     save(figure, path, dpi=max(150, 1.2 * min(longest, MAX_CELLS) / 5.5))
 
 
