@@ -78,6 +78,7 @@ class EdgeBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(codes) - 1, channels, **options))
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return input * gain + bias, with a gain and bias for each pattern of positions at the edges."""
         y, expected = input, (self.channels, *self.pattern.shape)
         axes = len(expected)
         if not isinstance(y, Tensor) or y.dim() not in (axes, axes + 1) or tuple(y.shape[-axes:]) != expected:

@@ -322,6 +322,7 @@ class _Run:
             )
 
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
+        """Restore the student's modes, write the curve, and return the result."""
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)
         if self.folder is not None:

@@ -94,7 +94,7 @@ def densify(model: nn.Module, inplace: bool = False, optimizer: torch.optim.Opti
 
 
 def _is_sparse(module: nn.Module) -> bool:
-    """Check whether a module has a dense counterpart."""
+    """Return whether a module has a dense counterpart."""
     if isinstance(module, WeightNorm):
         return _is_sparse(module.module)
     if isinstance(module, MultiWeightModule):

@@ -203,7 +203,7 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
 
 
 def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: Speed) -> Row:
-    """Report a block-sparse weight of `owner`, the module that is called; time it if it runs here."""
+    """Return the row of a block-sparse weight of `owner`, the module that is called; timed if it runs here."""
     layout, values = module.layout, module.values
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
@@ -223,7 +223,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
 
 
 def _dense_row(name: str, module: nn.Module, matrix: Tensor, note: str) -> Row:
-    """Report a dense weight with the reason why it is dense."""
+    """Return the row of a dense weight with the reason why it is dense."""
     sizes = matrix.numel(), _byte_size(matrix), matrix.element_size()
     flops = 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else 2
     return _row(name, type(module).__name__, tuple(matrix.shape), sizes, flops, note=note)
@@ -254,7 +254,8 @@ def _byte_size(tensor: Tensor) -> int:
 
 
 def _count(number: int) -> str:
-    """
+    """Return a count in three digits with a unit.
+
     >>> _count(512), _count(16_384), _count(2_359_296)
     ('512', '16.4k', '2.36M')
     """
@@ -265,7 +266,8 @@ def _count(number: int) -> str:
 
 
 def _bytes(count: int) -> str:
-    """
+    """Return a size of memory in three digits with a unit.
+
     >>> _bytes(512), _bytes(3 << 20)
     ('512 B', '3 MiB')
     >>> _bytes(1020 << 10)

@@ -219,7 +219,7 @@ def _lamp(squares: Tensor) -> Tensor:
 
 
 def _with_minimum(scores: Tensor, density: float) -> Tensor:
-    """Set the scores of a weight's best blocks to infinity, up to this density; first the best block of each row."""
+    """Return scores with infinity for a weight's best blocks up to this density, first the best of each row."""
     count = max(1, math.ceil(density * scores.numel()))
     sure, rank = torch.zeros_like(scores, dtype=torch.bool), rank_scores(scores)
     if count >= len(scores):
@@ -229,14 +229,14 @@ def _with_minimum(scores: Tensor, density: float) -> Tensor:
 
 
 def _needed_blocks(weight: Prunable) -> Tensor:
-    """Mark the blocks without which a row of blocks would lose too much of its squared norm."""
+    """Return a mask of the blocks without which a row of blocks would lose too much of its squared norm."""
     squares, order = weight.blocks.sums(weight.tensor.detach().double().square()).sort(1)
     lost = squares.cumsum(1) <= MAX_ROW_LOSS * squares.sum(1, keepdim=True)
     return torch.empty_like(lost).scatter_(1, order, ~lost)
 
 
 def _is_trained(weights: Iterable[Prunable]) -> bool:
-    """Check whether the norms of some weight's blocks differ more than those of random numbers."""
+    """Return whether the norms of some weight's blocks differ more than those of random numbers."""
     unknown = True
     for weight in weights:
         blocks = weight.blocks

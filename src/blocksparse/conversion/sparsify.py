@@ -322,7 +322,10 @@ def replace_weights(
 def _replace_with_values_of(
     fitted: nn.Module, model: nn.Module, layouts: Layouts, optimizer: torch.optim.Optimizer | None
 ) -> nn.Module:
-    """Swap the values of a model and its fitted copy, and replace weights; swap them back if that fails."""
+    """Return the model with fitted values and replaced weights; restore its values if that fails.
+
+    The copy `fitted` gets the old values.
+    """
     pairs = zip((*model.parameters(), *model.buffers()), (*fitted.parameters(), *fitted.buffers()), strict=True)
     changed = [(old, new) for old, new in pairs if not old.is_meta and not torch.equal(old, new)]
     swapped = []

@@ -384,7 +384,7 @@ def _device_of(key: str, parameter: nn.Parameter, state: DistributedState) -> to
 
 
 def _is_json(value: Any) -> bool:
-    """Check whether JSON can express a value."""
+    """Return whether JSON can express a value."""
     if isinstance(value, tuple | list):
         return all(map(_is_json, value))
     return value is None or isinstance(value, bool | int | float | str)

@@ -169,7 +169,7 @@ def _check_size(rank: int, size: int, expected: int) -> None:
 
 
 def _has_key(store: dist.Store, key: str) -> bool:
-    """Check whether a store has a key; it has none if its process is gone."""
+    """Return whether a store has a key; it has none if its process is gone."""
     try:
         return store.check([key])
     except RuntimeError:  # the process that owns it is gone
@@ -291,5 +291,5 @@ def on_all(work: Callable[[], Result]) -> Result:
 
 
 def is_single_process() -> bool:
-    """Check whether there is no group, or one of a single process."""
+    """Return whether there is no group, or one of a single process."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1

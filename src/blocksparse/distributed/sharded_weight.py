@@ -55,6 +55,7 @@ class ShardedWeight(WeightHandle):
 
     @cached_property
     def layout(self) -> BlockLayout:  # type: ignore[override]
+        """The layout of the whole weight, gathered from all processes that store a part of it."""
         part, mine = self.module.part, self.module.layout
         if part is None:
             return mine
@@ -87,6 +88,7 @@ class ShardedWeight(WeightHandle):
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:
+        """Bool masks of the whole layout, gathered from all processes; see `WeightHandle.used`."""
         part, used = self.module.part, self.module.used
         if part is None:
             return used
@@ -102,6 +104,7 @@ class ShardedWeight(WeightHandle):
         return None if out.all() and in_.all() else (out, in_)
 
     def gather(self, per_block: Tensor) -> Tensor:
+        """Return numbers of all blocks `[nnz]`, summed from each process's own blocks."""
         gathered = per_block.new_zeros(self.layout.nnz)
         gathered[torch.from_numpy(self.local_positions).to(gathered.device)] = per_block
         for group in self._groups:
@@ -109,6 +112,7 @@ class ShardedWeight(WeightHandle):
         return gathered
 
     def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return places in the whole grid and their scores, gathered from all processes."""
         part = self.module.part
         if part is None:
             return keys, scores
@@ -176,6 +180,7 @@ class ShardedWeight(WeightHandle):
         self.layout = layout
 
     def remap(self, per_block: Tensor, source: Tensor) -> Tensor:
+        """Return per-block data after a change of the layout, sharded as before; see `WeightHandle.remap`."""
         new = source[torch.from_numpy(self.local_positions).to(source.device)] < 0
         if self._shard is None:
             return remap_blocks(per_block, source, self.local[new])

@@ -64,7 +64,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, name: str, chunk: LocalChunk) -> list[WriteItem]:
-        """List the pieces of a chunk to write, and keep their tensors in `pieces`."""
+        """Return the pieces of a chunk to write, and keep their tensors in `pieces`."""
         items = []
         step = max(1, PIECE_BYTES // max(1, chunk.local[:1].nbytes))
         properties = TensorProperties.create_from_tensor(chunk.local)
@@ -93,6 +93,7 @@ class AtomicWriter(FileSystemWriter):
         self.fs = _KeepOldMetadata()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give the files of this checkpoint names that no earlier checkpoint has."""
         token = secrets.token_hex(4)  # makes the names of this checkpoint's files unique
         plans = super().prepare_global_plan(plans)
         return [
@@ -126,6 +127,7 @@ class SafeReader(FileSystemReader):
     """Reads a checkpoint folder; its metadata file may contain nothing but the types of such metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, unpickled with its own types only."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -193,7 +195,7 @@ class RowLoadPlanner(DefaultLoadPlanner):
         return LoadPlan([*plan.items, *(item for name in self.requests for item in self._items(name))])
 
     def _items(self, name: str) -> list[ReadItem]:
-        """List what to read of each stored piece: its rows from the first to the last requested one."""
+        """Return the rows to read of each stored piece, from the first to the last requested one."""
         stored: Any = self.stored.state_dict_metadata[name]
         request, items = self.requests[name], []
         for chunk in stored.chunks:

@@ -59,7 +59,10 @@ def attach(model: nn.Module) -> nn.Module:
 
 
 def _refuse_sparse_head(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the head first: transformers rejects a head of an unknown class only after resizing the inputs."""
+    """Return `resize_token_embeddings` with a check that the output layer is dense.
+
+    Without it, transformers rejects a block-sparse output layer only after it has resized the inputs.
+    """
 
     @wraps(resize)
     def resize_token_embeddings(self: PreTrainedModel, *args: Any, **options: Any) -> Any:

@@ -49,7 +49,7 @@ class ConvolutionCall(LayoutModule):
         return super()._apply(apply_flat, recurse)
 
     def _convolve(self, x: Tensor, bias: Tensor | None, activation: str | None, **steps: Any) -> Tensor:
-        """Pad x and bias to the layout's channels, convolve, and cut off the outputs of padding."""
+        """Return the convolution, with x and bias padded to the layout's channels, without the outputs of padding."""
         out_channels, in_channels = self.layout.shape
         if in_channels != self.in_channels:
             x = F.pad(x, [0, 0] * self.axes + [0, in_channels - self.in_channels])
@@ -91,7 +91,7 @@ class ConvCall(ConvolutionCall):
         return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Return the image with the margins of the padding."""
+        """Return the image with its padding on all sides, in the padding mode."""
         if self.padding == "valid":
             return x
         if self.padding_mode == "circular":

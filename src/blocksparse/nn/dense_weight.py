@@ -115,7 +115,7 @@ def _protect(result: Any, made: list[Tensor]) -> Any:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Check whether a tensor is neither of a subclass nor inside a transform."""
+    """Return whether a tensor is neither of a subclass nor inside a transform."""
     return type(tensor) is Tensor and not _is_wrapped(tensor)
 
 

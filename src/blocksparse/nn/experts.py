@@ -102,7 +102,7 @@ class Experts(MultiWeightModule):
 
     @property
     def _is_dense(self) -> bool:
-        """Check whether all weights of the experts are dense."""
+        """Return whether all weights of the experts are dense."""
         return not any(map(self._is_sparse, WEIGHTS))
 
     def _is_sparse(self, name: str) -> bool:

@@ -119,6 +119,7 @@ class GatedMLP(nn.Module):
         return fused
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return down(activation(gate(x)) * up(x)); one kernel computes gate and up if nothing must see their calls."""
         gate, up = self.gate_proj, self.up_proj
         if torch.compiler.is_compiling() or not (_is_product_only(gate) and _is_product_only(up)):
             hidden = ACTIVATIONS[self.activation](gate(x)) * up(x)
@@ -141,7 +142,7 @@ def _is_product_only(layer: Any) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Check whether a module's own hooks must see its call."""
+    """Return whether a module's own hooks must see its call."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 

@@ -19,6 +19,7 @@ class HiddenOnly(Recurrent):
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: Tensor | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, Tensor]:
+        """Return (outputs, final h) as torch.nn.GRU does; see `Recurrent.forward`."""
         if not isinstance(hx, Tensor | None):
             raise BlockSparseError.expected("hx", "a tensor, the initial h", type(hx).__name__)
         # The base class has a state c, which no step changes.

@@ -239,7 +239,7 @@ _ids = itertools.count()
 
 
 def _assign_id(module: LayoutModule) -> int:
-    """Give a module an id."""
+    """Register a module under a new id, and return the id."""
     number = next(_ids)
     _modules_by_id[number] = module
     return number

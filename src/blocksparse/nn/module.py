@@ -395,7 +395,7 @@ def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> 
 
 
 def _marks_of_used(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """Mark the outputs and inputs of `padded` that are within `shape`: bool on the CPU; None if all are."""
+    """Return a mask of the outputs and inputs of `padded` that are within `shape`: bool on the CPU; None if all are."""
     if padded == shape:
         return None
     out, in_ = (torch.arange(more, device="cpu") < size for more, size in zip(padded, shape, strict=True))
@@ -403,5 +403,5 @@ def _marks_of_used(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Ten
 
 
 def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Round both sizes of a shape up to multiples of the block."""
+    """Return a shape with both sizes rounded up to multiples of the block."""
     return math.ceil(shape[0] / block[0]) * block[0], math.ceil(shape[1] / block[1]) * block[1]

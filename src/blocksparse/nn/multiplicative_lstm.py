@@ -84,6 +84,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
                     parameter.copy_(weight.norm(dim=1) if layout is None else norms(weight, layout))
 
     def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
+        """Return values and layout of a weight, normalized and multiplied by its gain with weight norm."""
         weight, layout = super()._weight(name)
         if not self.weight_norm:
             return weight, layout

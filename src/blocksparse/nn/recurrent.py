@@ -211,7 +211,7 @@ class Recurrent(MultiWeightModule):
         return restore(data, h, to_dtype(c, data.dtype if hx is None else hx[1].dtype))
 
     def _dropout_between_layers(self, y: Tensor) -> Tensor:
-        """Apply dropout to the outputs of a layer that is not the last."""
+        """Return the outputs of a layer that is not the last, after dropout."""
         return F.dropout(y, self.dropout, self.training)
 
     def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
@@ -305,14 +305,14 @@ def check_dtypes(x: Tensor, *tensors: Tensor | None) -> None:
 
 
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """Cast x and the tensors to the dtype of products with x: its own, or autocast's."""
+    """Return x and the tensors in the dtype of products with x: its own, or autocast's."""
     check_dtypes(x, *tensors)
     dtype = _dtype_of_products(x)
     return [None if tensor is None else to_dtype(tensor, dtype) for tensor in (x, *tensors)]
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor. If it has the dtype already, this saves the two microseconds of PyTorch's check."""
+    """Return a tensor in a dtype; if it has that already, this saves the two microseconds of PyTorch's check."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -327,7 +327,7 @@ def _dtype_of_products(x: Tensor) -> torch.dtype:
 
 
 def pad(x: Tensor, layout: BlockLayout | None) -> Tensor:
-    """Pad x to the number of inputs in the layout of its weight."""
+    """Return x padded with zeros to the number of inputs in the layout of its weight."""
     return x if layout is None or layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
 
 

@@ -74,7 +74,7 @@ def is_bucket_known(tokens: int) -> bool:
 
 
 def _is_known(condition: bool) -> bool:
-    """Check whether a condition on symbolic sizes is decided while tracing."""
+    """Return whether a condition on symbolic sizes is decided while tracing."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     return bool(guard_or_false(condition) == guard_or_true(condition))

@@ -325,7 +325,7 @@ class LayoutOp(Op):
         return result
 
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
-        """Record the op if a tensor needs a gradient, else dispatch it further."""
+        """Return the op's result; record it for autograd if a tensor needs a gradient."""
         tensors, (indices, in_blocks), options = self._split(arguments)
         # The checks of the public functions see tangents outside of transforms, or those of the innermost one.
         check_tangents(**dict(zip(self.tensor_names, tensors, strict=True)))
@@ -335,7 +335,7 @@ class LayoutOp(Op):
         return self.below_autograd(keys, arguments)
 
     def below_autograd(self, keys: Any, arguments: Sequence[Any]) -> Tensor:
-        """Dispatch PyTorch's op to what comes after autograd: compilers, fake tensors, `_run`."""
+        """Return the result of PyTorch's op from below autograd: compilers, fake tensors, or `_run`."""
         with torch._C._AutoDispatchBelowAutograd():
             result: Tensor = self.torch_op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
         return result

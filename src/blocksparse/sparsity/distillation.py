@@ -173,7 +173,7 @@ def check_same_outputs(mine: Mapping[str, Tensor], others: Mapping[str, Tensor])
 
 
 def output_kind(name: str, target: Tensor) -> str:
-    """Recognize how outputs of this name and value are compared."""
+    """Return how to compare outputs with this name and value: "kl", "probabilities", "cosine", "binary" or "mse"."""
     if name.split(".")[-1].endswith("logits"):
         return "kl"
     if target.dim() < 2 or target.shape[-1] < 2 or not target.numel():

@@ -29,7 +29,7 @@ def lines_of(weight: Blocks | WeightHandle) -> Lines:
 
 
 def coverable(lines: Lines, nnz: int) -> Lines:
-    """Drop all rows if they outnumber the `nnz` blocks, and likewise all columns: not each could keep a block."""
+    """Return the rows if `nnz` blocks suffice for one in each, else no rows; and likewise the columns."""
     rows, cols = (side if side.size <= nnz else side[:0] for side in lines)
     return rows, cols
 
@@ -41,7 +41,7 @@ def empty_lines(lines: Lines, keys: np.ndarray, columns: int) -> Lines:
 
 
 def best_of_lines(rank: Tensor, lines: Lines) -> Tensor:
-    """Mark the block with the highest rank in each of these lines, bool `[out_blocks, in_blocks]`.
+    """Return a mask of the block with the highest rank in each of these lines, bool `[out_blocks, in_blocks]`.
 
     Args:
         rank: `[out_blocks, in_blocks]`, all different; -1 for absent blocks.
@@ -59,7 +59,7 @@ def best_of_lines(rank: Tensor, lines: Lines) -> Tensor:
 
 
 def cover(rank: Tensor, lines: Lines, limit: int) -> Tensor:
-    """Mark blocks with high ranks that cover all of these lines, with at most `limit` blocks if possible.
+    """Return a mask of blocks with high ranks that cover all of these lines, with at most `limit` blocks if possible.
 
     These are the best block of each line. If they are too many, they are a maximum matching of rows and columns and the
     best block of each line that is not matched. See `best_of_lines` for `rank` and `lines`.

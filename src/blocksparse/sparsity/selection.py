@@ -138,7 +138,7 @@ def top_blocks(
     lines: Mapping[str, Lines] | None = None,
     final_density: float | None = None,
 ) -> dict[str, Tensor]:
-    """Mark the blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight.
+    """Return a mask of the blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight.
 
     Each weight keeps at least its best block. The density is met to the nearest block.
 
@@ -174,7 +174,7 @@ class DensityLimit:
         check_density(density, self.blocks, self.scope)
 
     def __call__(self, masks: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Unmark the blocks with the lowest scores until the density is within the bound."""
+        """Return the masks without the blocks of lowest scores, so that the density is within the bound."""
         if self.density is None:
             return dict(masks)
         masked = {name: scores[name].masked_fill(~mask, -torch.inf) for name, mask in masks.items()}

@@ -49,7 +49,7 @@ class Updates:
         return missed and (self._ever_updated or _accelerate_accumulates() or self._overflowed())
 
     def _overflowed(self) -> bool:
-        """Check whether the first update was skipped: GradScaler skips it if a gradient is not finite."""
+        """Return whether the first update was skipped: GradScaler skips it if a gradient is not finite."""
         if self.optimizer is None:
             return False
         if getattr(self.optimizer, "step_was_skipped", False):  # accelerate's
@@ -59,13 +59,13 @@ class Updates:
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether a fused optimizer skips this update; GradScaler calls its step after an overflow too."""
+    """Return whether a fused optimizer skips this update; GradScaler calls its step after an overflow too."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
 
 def _accelerate_accumulates() -> bool:
-    """Check whether accelerate is accumulating gradients."""
+    """Return whether accelerate is accumulating gradients."""
     accelerate = sys.modules.get("accelerate.state")
     return accelerate is not None and not accelerate.GradientState._shared_state.get("sync_gradients", True)
 

@@ -76,7 +76,7 @@ def agreed(group: Any = None, what: str = "layouts") -> Iterator[dict[str, Fact]
 
 
 def is_one_of_several(group: Any = None) -> bool:
-    """Check whether torch.distributed runs several processes in the group."""
+    """Return whether torch.distributed runs several processes in the group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 

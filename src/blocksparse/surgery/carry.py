@@ -94,12 +94,12 @@ def _check_name_is_free(old: nn.Module, new: nn.Module, key: str, name: str) -> 
 
 
 def _is_taken(module: nn.Module, key: str) -> bool:
-    """Check whether a module has an attribute, parameter, buffer or submodule of this name."""
+    """Return whether a module has an attribute, parameter, buffer or submodule of this name."""
     return key in vars(module) or any(key in vars(module)[tree] for tree in TREES)
 
 
 def _may_rename_parameters(module: nn.Module) -> bool:
-    """Check whether the class names parameters by itself, so that its replacement has entries of the same names."""
+    """Return whether the class names parameters by itself, so that its replacement has entries of the same names."""
     return isinstance(module, nn.RNNBase | MultiWeightModule)
 
 

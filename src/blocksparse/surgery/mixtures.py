@@ -38,7 +38,7 @@ KNOWN_EXPERTS = frozenset(
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Check whether a module stacks the weights of its experts and computes what MixtralExperts does."""
+    """Return whether a module stacks the weights of its experts and computes what MixtralExperts does."""
     kind: Any = type(module)
     if not kind.__module__.startswith("transformers.models.") or "gate_up_proj" not in module._parameters:
         return False

@@ -55,14 +55,14 @@ def optimizers_in(optimizer: Any) -> Iterator[Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Check whether a value is an optimizer, or a wrapper with the groups and the state of one."""
+    """Return whether a value is an optimizer, or a wrapper with the groups and the state of one."""
     if isinstance(value, torch.optim.Optimizer):
         return True
     return all(hasattr(value, name) for name in ("param_groups", "state", "step")) and isinstance(value.state, Mapping)
 
 
 def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
-    """Check whether the optimizer trains the parameter; raise a BlockSparseError if it is not an optimizer."""
+    """Return whether the optimizer trains the parameter; raise a BlockSparseError if it is not an optimizer."""
     if not is_optimizer(optimizer):
         hint = " (make a method for each optimizer)" if isinstance(optimizer, list | tuple) else ""
         raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__ + hint)
@@ -112,7 +112,7 @@ def states_of(parameter: Tensor, optimizer: Any = None) -> list[ParameterState]:
 
 
 def follows_blocks(name: str, state: Any, shape: torch.Size) -> bool:
-    """Check whether a state has entries per block of values of this shape: the same shape, or a factor of it."""
+    """Return whether a state has entries per block of values of this shape: the same shape, or a factor of it."""
     if isinstance(state, Tensor) and state.shape == shape:
         return True
     return len(shape) > 2 and averaged_axis(name, state, shape) is not None
@@ -213,7 +213,7 @@ def replace_parameter(
 
 
 def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
-    """Check whether the optimizer can train block-sparse values instead of the parameter, with its state."""
+    """Return whether the optimizer can train block-sparse values instead of the parameter, with its state."""
     try:
         check_optimizer(optimizer, parameter, "", replaced=True)
     except BlockSparseError:

@@ -372,13 +372,13 @@ def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
 
 
 def is_dense_recurrent(module: nn.Module) -> bool:
-    """Check whether a module is a recurrent layer or cell, PyTorch's or ours, with dense weights only."""
+    """Return whether a module is a recurrent layer or cell, PyTorch's or ours, with dense weights only."""
     kind = type(module)
     return kind in RECURRENT or (kind in RECURRENT.values() and not any(True for _ in module.children()))
 
 
 def has_several_weights(module: nn.Module) -> bool:
-    """Check whether a module has several weights, which can become block-sparse one by one."""
+    """Return whether a module has several weights, which can become block-sparse one by one."""
     return isinstance(module, (*RECURRENT, nn.MultiheadAttention, MultiWeightModule)) or is_experts(module)
 
 

@@ -221,6 +221,6 @@ def _package(module: str | None) -> str:
 
 @cache
 def _is_users(module: str | None) -> bool:
-    """Check whether a Python module belongs neither to an installed library nor to the standard library."""
+    """Return whether a Python module belongs neither to an installed library nor to the standard library."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return _package(module) not in LIBRARIES and "site-packages" not in file and "dist-packages" not in file

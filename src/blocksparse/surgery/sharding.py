@@ -19,7 +19,7 @@ class Sharding(Protocol):
         """Return the `WeightHandle` of a weight that may be sharded."""
 
     def is_sharded(self, module: nn.Module, name: str) -> bool:
-        """Check whether FSDP2 shards this parameter; raise for other DTensors and for gathered parameters."""
+        """Return whether FSDP2 shards this parameter; raise for other DTensors and for gathered parameters."""
 
     def hand_over(self, old: nn.Module, new: nn.Module, parameters: Mapping[Tensor, nn.Parameter]) -> None:
         """Make FSDP2 gather the parameters of `old`, or their replacements, for `new`."""
@@ -49,7 +49,7 @@ def sharding() -> Sharding:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Check whether a tensor is a DTensor, without importing DTensor."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -60,7 +60,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def may_be_sharded(module: nn.Module) -> bool:
-    """Check cheaply whether a module's own parameters may be sharded."""
+    """Return, after a cheap check, whether a module's own parameters may be sharded."""
     if any(is_dtensor(parameter) for parameter in module._parameters.values()):
         return True
     # While FSDP2 has gathered a parameter, only a hook after loading shows that it is sharded.
@@ -68,12 +68,12 @@ def may_be_sharded(module: nn.Module) -> bool:
 
 
 def is_fsdp_sharded(module: nn.Module, name: str) -> bool:
-    """Check whether FSDP2 shards this parameter; raise a BlockSparseError for other DTensors and gathered ones."""
+    """Return whether FSDP2 shards this parameter; raise a BlockSparseError for other DTensors and gathered ones."""
     return may_be_sharded(module) and sharding().is_sharded(module, name)
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Check whether `fully_shard` was applied to this module itself, not only to a parent."""
+    """Return whether `fully_shard` was applied to this module itself, not only to a parent."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

@@ -81,7 +81,7 @@ class WeightHandle(ABC):
 
     @abstractmethod
     def is_split_like(self, other: WeightHandle) -> bool:
-        """Check whether this process stores the same blocks of another weight of the same layout."""
+        """Return whether this process stores the same blocks of another weight of the same layout."""
 
     @abstractmethod
     def set_layout(
@@ -168,7 +168,7 @@ class WeightHandle(ABC):
         return self._all_reduce(measure_state(state, weights))
 
     def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-        """Mark the numbers of blocks that are not padding, `[blocks, block_out, block_in, ...]`."""
+        """Return a mask of the numbers of blocks that are not padding, `[blocks, block_out, block_in, ...]`."""
         height, width = self.layout.block_shape
         lines = self.layout.row_of_block, self.layout.col_of_block
         rows, cols = (torch.from_numpy(each[positions.numpy()].astype(np.int64)) for each in lines)

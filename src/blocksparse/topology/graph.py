@@ -139,7 +139,7 @@ def _undirected_graph(layout: BlockLayout, level: str) -> Graph:
 
 
 def _is_square(layout: BlockLayout, level: str) -> bool:
-    """Check whether outputs and inputs are the same nodes."""
+    """Return whether outputs and inputs are the same nodes."""
     sides = layout.grid if level == "block" else layout.shape
     return sides[0] == sides[1]
 
@@ -150,7 +150,7 @@ def _weights(layout: BlockLayout, level: str, axis: int) -> np.ndarray:
 
 
 def _loops(layout: BlockLayout) -> np.ndarray:
-    """Mark the rows whose diagonal block is stored."""
+    """Return a mask of the rows whose diagonal block is stored."""
     loops = np.zeros(layout.grid[0], dtype=bool)
     loops[layout.row_of_block[layout.row_of_block == layout.col_of_block]] = True
     return loops

@@ -79,14 +79,14 @@ class _Measure:
     sign: int = 1
 
 
-def _steps_key(found: Summary, time: float) -> float:
+def _steps_key(measures: Summary, time: float) -> float:
     """Return the steps to mix, infinite if some units never reach others."""
-    return math.inf if found.steps_to_mix is None else found.steps_to_mix
+    return math.inf if measures.steps_to_mix is None else measures.steps_to_mix
 
 
-def _path_key(found: Summary, time: float) -> float:
+def _path_key(measures: Summary, time: float) -> float:
     """Return the mean path, infinite for disconnected graphs."""
-    return math.inf if found.path_length is None or _is_disconnected(found) else found.path_length
+    return math.inf if measures.path_length is None or _is_disconnected(measures) else measures.path_length
 
 
 MEASURES = {
@@ -270,19 +270,19 @@ def _build(pattern: str, features: int, block_size: int, options: dict[str, Any]
     return getattr(patterns, pattern)(features if square else (features, features), block_size, **options)
 
 
-def _reasons(found: list[tuple[Summary, float]]) -> list[str]:
+def _reasons(measured: list[tuple[Summary, float]]) -> list[str]:
     """Return the `why` of each (measures, predicted time).
 
     It lists the measures that the layout wins among connected layouts, or says "N components" if it is disconnected.
     """
-    connected = [one for one in found if not _is_disconnected(one[0])] or found
+    connected = [one for one in measured if not _is_disconnected(one[0])] or measured
     best = {name: min(measure.key(*one) for one in connected) for name, measure in MEASURES.items()}
     reasons = []
-    for measures, time in found:
+    for measures, time in measured:
         good = [m.best for name, m in MEASURES.items() if m.key(measures, time) == best[name] < math.inf]
         reasons.append(f"{measures.components} components" if _is_disconnected(measures) else ", ".join(good))
     return reasons
 
 
-def _is_disconnected(found: Summary) -> bool:
-    return found.components > 1
+def _is_disconnected(measures: Summary) -> bool:
+    return measures.components > 1

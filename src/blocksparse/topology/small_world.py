@@ -152,7 +152,7 @@ def _random_reference(nodes: int, edges: np.ndarray, rng: np.random.Generator) -
 
 
 def _swap_ends(nodes: int, edges: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Turn random pairs of edges (a, b), (c, d) into (a, d), (c, b), unless one of these exists or is a loop."""
+    """Return edges after random swaps of (a, b), (c, d) to (a, d), (c, b), unless one of these exists or is a loop."""
     pairs = rng.permutation(edges)[: edges.size // 2 * 2].reshape(2, -1)
     (a, c), (b, d) = np.divmod(pairs, nodes)
     flipped = rng.random(a.size) < 0.5

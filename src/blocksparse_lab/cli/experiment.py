@@ -99,30 +99,32 @@ def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
         integer("seed", one, 0, below=2**32)
 
 
-def _check_no_loss(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
+def _check_no_loss(name: str, experiment: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
     """Check before training that the existing report will not lose runs."""
     from .. import experiments
     from ..experiments.experiment import seed_of
 
-    made = {one: set(map(seed_of, some)) for one, some in of.finished(runs).items()}
-    for contender in only or of.contenders:
-        made.setdefault(contender, set()).update(seeds or of.seeds)
+    made = {one: set(map(seed_of, some)) for one, some in experiment.finished(runs).items()}
+    for contender in only or experiment.contenders:
+        made.setdefault(contender, set()).update(seeds or experiment.seeds)
     experiments.check_no_loss(name, out, made)
 
 
-def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any) -> None:
+def _one_by_one(
+    console: Console, experiment: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any
+) -> None:
     """Train and probe the runs of one experiment in this process."""
-    for trainer in of.trainers(runs, data_dir, only, seeds):
+    for trainer in experiment.trainers(runs, data_dir, only, seeds):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         try:
             show(console, trainer)
         except BlockSparseError as error:
-            if not of.record_failure(trainer, error):
+            if not experiment.record_failure(trainer, error):
                 raise
             say(console, str(error), "yellow")
             continue
         with stages(console) as tell:
-            of.probe(trainer.run, data_dir, tell)
+            experiment.probe(trainer.run, data_dir, tell)
 
 
 def _side_by_side(

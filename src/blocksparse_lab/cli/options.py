@@ -76,15 +76,15 @@ def _dataclass_of(annotation: Any) -> tuple[type | None, bool]:
     return None, False
 
 
-def _option(of: Field[Any], hint: Any, only_given: bool) -> inspect.Parameter:
+def _option(dataclass_field: Field[Any], hint: Any, only_given: bool) -> inspect.Parameter:
     """Turn a dataclass field into a typer parameter."""
-    flag = f"--{of.metadata['option'] or of.name.replace('_', '-')}"
-    info = typer.Option(flag, help=of.metadata["help"])
-    default: Any = None if only_given else of.default
+    flag = f"--{dataclass_field.metadata['option'] or dataclass_field.name.replace('_', '-')}"
+    info = typer.Option(flag, help=dataclass_field.metadata["help"])
+    default: Any = None if only_given else dataclass_field.default
     if hint == tuple[int, ...]:
         hint, default = str, default and ",".join(map(str, default))
     return inspect.Parameter(
-        of.name,
+        dataclass_field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[hint | None if only_given else hint, info],

@@ -61,7 +61,7 @@ class Images:
         return self.train.shape[1:]
 
     def digest(self) -> dict[str, Any]:
-        """Identify the data, ready for JSON."""
+        """Return facts that identify the data, ready for JSON."""
         sizes = {"images": len(self.train), "shape": list(self.shape), "classes": len(self.classes)}
         sha = digest(self.train, self.train_labels, self.test, self.test_labels)
         return {"name": self.name, **sizes, "sha256": sha}

@@ -65,7 +65,7 @@ class Ngrams:
         return (self._dense(1, rows.numpy()) for rows in torch.arange(self.tested).split(batch))
 
     def digest(self) -> dict[str, Any]:
-        """Identify the data, ready for JSON."""
+        """Return facts that identify the data, ready for JSON."""
         parts = [torch.from_numpy(part) for of, _ in self._parts for part in (of.indptr, of.indices, of.data)]
         sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
         return {"name": f"{self.name}, words and pairs", **sizes, "sha256": digest(*parts)}

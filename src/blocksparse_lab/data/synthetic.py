@@ -75,7 +75,7 @@ class Synthetic:
         return (self.take(np.arange(at, min(at + batch, end))) for at in range(self.rows, end, batch))
 
     def digest(self) -> dict[str, Any]:
-        """Identify the data, ready for JSON."""
+        """Return facts that identify the data, ready for JSON."""
         some = {} if self.carriers is None else {"carriers": self.carriers, "strength": self.strength}
         return {
             **some,

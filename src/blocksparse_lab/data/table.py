@@ -82,7 +82,7 @@ class Table:
         return self._parts().get("validation") or (self.test, self.test_labels)
 
     def digest(self) -> dict[str, Any]:
-        """Identify the data, ready for JSON."""
+        """Return facts that identify the data, ready for JSON."""
         sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
         tensors = [tensor for part in self._parts().values() for tensor in part]
         return {"name": self.name, **sizes, "sha256": digest(*tensors)}

@@ -95,19 +95,19 @@ class ClassifierExperiment(Experiment):
     def _in_points(self) -> bool:
         return self.choosing or len(self.contenders) > MOST_CURVES
 
-    def picture(self, path: Path, of: Results) -> None:
+    def picture(self, path: Path, results: Results) -> None:
         """Draw the final errors if there are many contenders, else curves."""
         if not self._in_points:
-            super().picture(path, of)
+            super().picture(path, results)
             return
-        figure, axes = figure_and_axes((8, 1 + 0.22 * len(of.runs)))
-        for name, runs in reversed(list(of.runs.items())):
+        figure, axes = figure_and_axes((8, 1 + 0.22 * len(results.runs)))
+        for name, runs in reversed(list(results.runs.items())):
             errors = [run.facts["last"] for run in runs]
             axes.plot(errors, [name] * len(errors), "o", ms=4, color=COLORS[0], alpha=0.6)
             axes.plot(statistics.fmean(errors), name, "|", ms=12, mew=2, color=COLORS[1])
         axes.set_xlabel(f"{self.curves.lower()}, %: the runs, and their mean")
         axes.grid(axis="x", color="0.9", lw=0.8)
-        axes.margins(y=0.5 / len(of.runs))
+        axes.margins(y=0.5 / len(results.runs))
         save(figure, path)
 
     @property
@@ -123,9 +123,9 @@ class ClassifierExperiment(Experiment):
         distance = read_results(run.path, DISTANCES).get("to the other seeds")
         return facts | {"left": (run.result or {}).get("parameters"), "distance": distance}
 
-    def race(self, of: Mapping[str, Sequence[Run]]) -> None:
+    def race(self, runs_by_contender: Mapping[str, Sequence[Run]]) -> None:
         """Measure how far the topologies of a contender's seeds are from each other."""
-        for runs in () if self.choosing else of.values():
+        for runs in () if self.choosing else runs_by_contender.values():
             between, _ = layouts.distances([layouts.read(run.path) for run in runs])
             for nth, run in enumerate(runs):
                 others = [d for other, d in enumerate(between[nth]) if other != nth and d is not None]
@@ -255,7 +255,7 @@ def _shallow(data: str, recipe: MLPSettings) -> MLPSettings:
 
 
 def _methods(
-    data: str, called: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None, seeds: int = 3
+    data: str, label: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None, seeds: int = 3
 ) -> ClassifierExperiment:
     """Compare all methods with the papers' settings; `dense` changes those of the dense net of the same shape."""
     recipe = replace(mlp.settings_for(data), epochs=epochs)
@@ -273,7 +273,7 @@ def _methods(
     # Prunes three times the least important fifth of a layer's remaining neurons.
     importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
     return ClassifierExperiment(
-        about=f"MLPs on {called}: dense, with a fixed sparse layout, and with a layout that SET or RigL changes. "
+        about=f"MLPs on {label}: dense, with a fixed sparse layout, and with a layout that SET or RigL changes. "
         "Variants of SET give new weights random values as published (he), use ReLU in place of All-ReLU, prune by "
         "importance, or mutate elastically as MEST does. 2:4 sparse MLPs, and dense ones with equal weights that are "
         "narrow or have one hidden layer, are baselines"
@@ -304,7 +304,7 @@ def _methods(
     )
 
 
-def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
+def _rates(data: str, label: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
     """Tune learning rates of the sparse net and of dense nets with as many weights, and strengths of L1.
 
     New weights start at 0 or at random; dense nets train with and without dropout.
@@ -322,7 +322,7 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
     penalized = {name: one for name, one in of.items() if name != "set, he"}
     penalized["set, no dropout"] = free
     return ClassifierExperiment(
-        about=f"Learning rates on {called}, tuned on a validation set: for SET, whose new weights begin at 0 or at "
+        about=f"Learning rates on {label}, tuned on a validation set: for SET, whose new weights begin at 0 or at "
         "random values as published, and for dense MLPs with equal weights that are narrow or have one hidden layer",
         data=data,
         minutes=MINUTES[data],

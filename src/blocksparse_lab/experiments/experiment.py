@@ -240,7 +240,7 @@ class Experiment(ABC):
         """Return whether the error that ended a run is a result of its settings, so that other runs continue."""
         return isinstance(error, Diverged)
 
-    def race(self, of: Mapping[str, Sequence[Run]]) -> None:  # noqa: B027
+    def race(self, runs_by_contender: Mapping[str, Sequence[Run]]) -> None:  # noqa: B027
         """Measure the finished runs side by side, for each report again, and save the results in their folders."""
 
     def facts(self, run: Run) -> dict[str, Any]:
@@ -251,26 +251,26 @@ class Experiment(ABC):
         """Return further results that need no runs, ready for JSON."""
         return None
 
-    def tables(self, of: Results) -> Iterator[Table]:
+    def tables(self, results: Results) -> Iterator[Table]:
         """Yield the tables of the report."""
-        columns = [(column.title, column.cells(self.contenders, of.runs, self.paired)) for column in self.columns]
+        columns = [(column.title, column.cells(self.contenders, results.runs, self.paired)) for column in self.columns]
         table = [
-            ["", *(PLAIN_NAMES.get(name, name) for name in of.runs)],
+            ["", *(PLAIN_NAMES.get(name, name) for name in results.runs)],
             *([title, *cells] for title, cells in columns if cells),
         ]
         caption = self.caption
-        if self.in_rows and len(of.runs) > 1:
+        if self.in_rows and len(results.runs) > 1:
             same = [f"{title} {cells[0]}" for title, *cells in table[1:] if len(set(cells)) == 1 and cells[0] != "-"]
             caption += f" The same in all rows: {'; '.join(same)}." if same else ""
             table = [column for column in table if column is table[0] or len(set(column[1:])) > 1]
         head, *rows = zip(*table, strict=True) if self.in_rows else table
         yield Table(caption, head, rows)
-        if of.left_out:
-            yield Table("Left out:", ("run", "reason"), list(of.left_out.items()))
+        if results.left_out:
+            yield Table("Left out:", ("run", "reason"), list(results.left_out.items()))
 
-    def picture(self, path: Path, of: Results) -> None:
+    def picture(self, path: Path, results: Results) -> None:
         """Draw the report's picture, a PNG with training curves."""
-        compare.picture(path, [compare.Group(contender, tuple(runs)) for contender, runs in of.runs.items()])
+        compare.picture(path, [compare.Group(contender, tuple(runs)) for contender, runs in results.runs.items()])
 
     # -- the runs ------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class FineTuningExperiment(Experiment):
         return run_folder(runs.parent / self.begins, of.model, seed) if of.pretrained else None
 
     def trainer(self, contender: str, seed: int, run: Path, data: reviews.Splits) -> Trainer:
+        """Return a trainer of a new model, or of the pretrained one that the contender needs; it must be finished."""
         of, begun = self.contenders[contender], self.needs(run.parent, contender, seed)
         config = replace(self._models.contenders[of.model].config, seed=seed)
         settings = replace(of.settings, seed=seed)

@@ -69,9 +69,9 @@ class DiffusionExperiment(Experiment):
             Column(f"accuracy, against {first}", "facts.accuracy", 2, against=first),
         ]
 
-    def tables(self, of: Results) -> Iterator[Table]:
-        yield from super().tables(of)
-        if of.more is None:
+    def tables(self, results: Results) -> Iterator[Table]:
+        yield from super().tables(results)
+        if results.more is None:
             return
         yield Table(
             "P and P^2 of Barabasi-Albert graphs with 4 edges for each new node, without transitions up to 0.05:",
@@ -84,7 +84,7 @@ class DiffusionExperiment(Experiment):
                     f"{size / 1e6:.2f}",
                     f"{size / nodes:.0f}",
                 )
-                for nodes, entries, size in of.more
+                for nodes, entries, size in results.more
             ],
         )
 

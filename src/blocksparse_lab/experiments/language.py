@@ -280,7 +280,7 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
 
 
 def _rates(text: str) -> LanguageExperiment:
-    """Models of `_small` at other rates, in whole runs."""
+    """Return the experiment with models of `_small` at other learning rates, in whole runs."""
     small = _small(text)
     rates = {"dense": (0.004, 0.008, 0.016), "small-world": (0.006, 0.012)}
     return replace(
@@ -296,7 +296,7 @@ def _rates(text: str) -> LanguageExperiment:
 
 
 def _medium(text: str) -> LanguageExperiment:
-    """3 million parameters: a quarter of an hour per run on one CPU core."""
+    """Return the experiment with 3 million parameters; a run takes a quarter of an hour on one CPU core."""
     dense = CharLMConfig(width=848, embedding=32)
     wide = CharLMConfig(width=2048, embedding=32, pattern="barabasi_albert", m=4)
     return LanguageExperiment(
@@ -345,7 +345,7 @@ def _published_cell(text: str, *, stride: int = 1) -> LanguageExperiment:
 
 
 def _large(text: str, **other: Any) -> LanguageExperiment:
-    """42 million recurrent parameters, the sizes of the paper: hours on a GPU."""
+    """Return the experiment with the sizes of the paper, 42 million recurrent parameters; runs take hours on a GPU."""
     dense = CharLMConfig(width=3168)
     wide = CharLMConfig(width=18432, pattern="barabasi_albert", m=8)
     return LanguageExperiment(

@@ -82,11 +82,11 @@ def _at(run: Run, contender: Any, step: int) -> float | None:
     return next((line["held_out"] for line in run.evaluations if line["step"] == step), None)
 
 
-def _small(data: str, called: str) -> PixelExperiment:
-    """Minutes per run on one CPU core."""
+def _small(data: str, label: str) -> PixelExperiment:
+    """Return the experiment at toy size; a run takes minutes on one CPU core."""
     dense = PixelCNNConfig(filters=16, resnets=1)
     return PixelExperiment(
-        about=f"PixelCNN++ of 16 filters on {called}: dense, and in 4 groups of channels with 4 and 5 times the layers",
+        about=f"PixelCNN++ of 16 filters on {label}: dense, and in 4 groups of channels with 4 and 5 times the layers",
         data=data,
         contenders={
             "dense": dense,
@@ -110,11 +110,11 @@ def _small(data: str, called: str) -> PixelExperiment:
     )
 
 
-def _large(data: str, called: str) -> PixelExperiment:
-    """The sizes of the paper: days on a GPU, in runs that resume."""
+def _large(data: str, label: str) -> PixelExperiment:
+    """Return the experiment with the sizes of the paper; runs take days on a GPU, and resume."""
     dense = PixelCNNConfig()
     return PixelExperiment(
-        about=f"PixelCNN++ of 160 filters on {called}: dense, and in 5 groups of channels with 5 times the layers",
+        about=f"PixelCNN++ of 160 filters on {label}: dense, and in 5 groups of channels with 5 times the layers",
         data=data,
         minutes=None,
         contenders={"dense": dense, "sparse x5": replace(dense, sparse=5, block_size=16, depth=5)},

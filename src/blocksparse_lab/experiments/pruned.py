@@ -49,6 +49,7 @@ class ClassifierPruning(PruningExperiment):
         return tables.load(self.data, data_dir)
 
     def dense(self, seed: int, data: Table) -> tuple[Task, Settings, dict[str, Any]]:
+        """Return (task, settings, facts) of the dense net."""
         sizes = [data.features, *self.hidden, len(data.classes)]
         task = ClassifyTask(_mlp(sizes, seed), data, self.epochs, self.batch, seed=seed, about={"sizes": sizes})
         warmup = min(100, task.steps // 10)
@@ -103,7 +104,7 @@ def _mlp(sizes: list[int], seed: int) -> SparseMLP:
 
 
 def _at_densities(method: str, **other: Any) -> dict[str, Pruning]:
-    """A tenth of the blocks, and other densities for the curve."""
+    """Return runs of a method at density 0.1, and at other densities for the curve."""
     return {method: Pruning(method, 0.1, **other)} | _at(method, (0.05, 0.2, 0.3), **other)
 
 
@@ -112,7 +113,10 @@ def _at(method: str, densities: tuple[float, ...], **other: Any) -> dict[str, Pr
 
 
 def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
-    """Several strengths, one of which may come near the target density; that depends on widths and steps."""
+    """Return runs of a method with several strengths.
+
+    One of them may come near the target density; that depends on widths and steps.
+    """
     return {f"{method}-{strength:g}": Pruning(method, strength=strength, **other) for strength in strengths}
 
 

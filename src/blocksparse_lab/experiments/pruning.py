@@ -173,11 +173,14 @@ class PruningExperiment(Experiment):
     def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
         return sparsify(dense, density, criterion="lamp", skip=self.skip, force=True)
 
-    def race(self, of: Runs) -> None:
+    def race(self, runs_by_contender: Runs) -> None:
         """Time inference of all finished models in turn, and of each layer."""
-        if DENSE not in of:
+        if DENSE not in runs_by_contender:
             return
-        dense, paths = of[DENSE][0].path, [run.path for runs in of.values() for run in runs]
+        dense, paths = (
+            runs_by_contender[DENSE][0].path,
+            [run.path for runs in runs_by_contender.values() for run in runs],
+        )
         models: dict[str, Any] = {path.name: self.load_model(path).eval() for path in [dense, *paths]}
         for density in self.pruned:
             models[f"{density:g}"] = self._pruned(models[dense.name], density)
@@ -242,10 +245,10 @@ class PruningExperiment(Experiment):
             Column("seconds of a core", "facts.cpu_seconds", 0),
         ]
 
-    def tables(self, of: Results) -> Iterator[Table]:
-        of = _of_one_race(of)
-        yield from super().tables(of)
-        dense = of.runs[DENSE][0] if DENSE in of.runs else None
+    def tables(self, results: Results) -> Iterator[Table]:
+        results = _of_one_race(results)
+        yield from super().tables(results)
+        dense = results.runs[DENSE][0] if DENSE in results.runs else None
         if dense and dense.facts["sparse"].get("pruned"):
             first = self.shown(dense.facts["sparse"]["held_out"])
             yield Table(
@@ -261,7 +264,9 @@ class PruningExperiment(Experiment):
                     for one, race in _pruned_later(dense)
                 ],
             )
-        layers = {name: some for name, (run, *_) in of.runs.items() if (some := run.facts["inference"].get("layers"))}
+        layers = {
+            name: some for name, (run, *_) in results.runs.items() if (some := run.facts["inference"].get("layers"))
+        }
         if names := list(dict.fromkeys(weight for some in layers.values() for weight in some)):
             rows = [
                 (name, *(f"{some[w][0]:.3f}, {some[w][1]:.1f}x" if w in some else "dense" for w in names))
@@ -277,12 +282,12 @@ class PruningExperiment(Experiment):
         beyond = ", without what is far off or was not timed" if self.pruned else ""
         return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
 
-    def picture(self, path: Path, of: Results) -> None:
+    def picture(self, path: Path, results: Results) -> None:
         """Draw a point per model, by time and quality; without times, draw training curves."""
-        of = _of_one_race(of)
-        points_by_method = self._points(of.runs)
+        results = _of_one_race(results)
+        points_by_method = self._points(results.runs)
         if not points_by_method:
-            super().picture(path, of)
+            super().picture(path, results)
             return
         figure, axes = figure_and_axes((8, 5.2))
         labels: list[tuple[float, float, str, str]] = []
@@ -305,15 +310,15 @@ class PruningExperiment(Experiment):
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
-        machine = next(iter(of.runs.values()))[0].facts["raced on"]
+        machine = next(iter(results.runs.values()))[0].facts["raced on"]
         figure.supxlabel(where(machine), size=7.5, color="0.4", x=0.01, ha="left")
         label_points(axes, labels)
         save(figure, path)
 
-    def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
+    def _points(self, runs_by_contender: Runs) -> dict[str, list[tuple[float, float, float]]]:
         """Return milliseconds, quality and density by method: a point per contender, the mean over seeds."""
         points_by_method: dict[str, list[tuple[float, float, float]]] = {}
-        for name, runs in of.items():
+        for name, runs in runs_by_contender.items():
             models = [(run.facts["sparse"], run.facts["inference"]) for run in runs]
             later = zip(*map(_pruned_later, runs), strict=True)
             groups = [(_method(self.contenders[name]), models), *((NOT_RETRAINED, some) for some in later)]
@@ -329,15 +334,15 @@ class PruningExperiment(Experiment):
         return points_by_method
 
 
-def _of_one_race(of: Results) -> Results:
+def _of_one_race(results: Results) -> Results:
     """Drop times that were not measured together with the dense net's."""
-    dense = next((run.facts["raced on"] for run in of.runs.get(DENSE, ())), None)
+    dense = next((run.facts["raced on"] for run in results.runs.get(DENSE, ())), None)
 
     def here(run: Run) -> Run:
         facts = run.facts if run.facts["raced on"] == dense else run.facts | {"inference": {}}
         return replace(run, config=run.config | {"facts": facts})
 
-    return replace(of, runs={name: [here(run) for run in runs] for name, runs in of.runs.items()})
+    return replace(results, runs={name: [here(run) for run in runs] for name, runs in results.runs.items()})
 
 
 def _pruned_later(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

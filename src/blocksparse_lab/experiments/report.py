@@ -133,9 +133,9 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     return [text, picture]
 
 
-def save(path: Path, experiment: Experiment, of: Results) -> None:
+def save(path: Path, experiment: Experiment, results: Results) -> None:
     """Save the results as JSON, with common values stored once and thinned curves of five digits."""
-    every = {name: [_record(run) for run in runs] for name, runs in of.runs.items() if runs}
+    every = {name: [_record(run) for run in runs] for name, runs in results.runs.items() if runs}
     common = shared([run for runs in every.values() for run in runs])
     own = {name: [without(run, common) for run in runs] for name, runs in every.items()}
     of_each = {name: shared(runs) for name, runs in own.items()}
@@ -145,8 +145,8 @@ def save(path: Path, experiment: Experiment, of: Results) -> None:
         "all": common,
         "each": of_each,
         "runs": {name: columns([without(run, of_each[name]) for run in runs]) for name, runs in own.items()},
-        "left_out": dict(of.left_out),
-        "more": of.more,
+        "left_out": dict(results.left_out),
+        "more": results.more,
     }
     write_json(path, {key: value for key, value in content.items() if value})
 
@@ -215,7 +215,7 @@ def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove what a record shares with others; the inverse of `merged`."""
+    """Return a record without the entries of `common`; the inverse of `merged`."""
     own_items = {}
     for key, value in record.items():
         if key not in common:
@@ -226,6 +226,6 @@ def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 
 def merged(common: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what a record shares with others."""
+    """Return a record with the entries of `common` added."""
     both = {key: merged(common[key], value) for key, value in record.items() if isinstance(common.get(key), dict)}
     return {**common, **record, **both}

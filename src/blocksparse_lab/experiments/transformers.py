@@ -68,21 +68,21 @@ class TransformerExperiment(CorpusExperiment):
         return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"]}
 
     def more(self) -> dict[str, Any]:
-        """Time inference of all contenders in turn, untrained and as sparse as they end."""
+        """Return the inference times of all contenders, untrained and as sparse as they end, timed in turn."""
         models = {name: gpt.network(of.config).eval() for name, of in self.contenders.items()}
         text = torch.randint(256, (self.seq, WINDOWS), generator=torch.Generator().manual_seed(0))
         samples, here = race(models, text)
         return {"seconds": {name: samples.time(name).median for name in models}, "machine": here}
 
-    def tables(self, of: Results) -> Iterator[Table]:
-        yield from super().tables(of)
-        if of.more:
-            load = f"load {of.more['machine']['load'][0]:.1f}"
+    def tables(self, results: Results) -> Iterator[Table]:
+        yield from super().tables(results)
+        if results.more:
+            load = f"load {results.more['machine']['load'][0]:.1f}"
             yield Table(
                 f"Inference of {WINDOWS} windows, float32: models of these sizes and densities, untrained, in turn in "
-                f"one process, medians ({where(of.more['machine'])}, {load}):",
+                f"one process, medians ({where(results.more['machine'])}, {load}):",
                 ("", "ms"),
-                [(name, f"{1e3 * seconds:.1f}") for name, seconds in of.more["seconds"].items()],
+                [(name, f"{1e3 * seconds:.1f}") for name, seconds in results.more["seconds"].items()],
             )
 
     @property
@@ -105,17 +105,21 @@ class TransformerExperiment(CorpusExperiment):
         ]
 
 
-def _blocks(of: TransformerContender) -> str:
+def _blocks(contender: TransformerContender) -> str:
     """Describe the layers' blocks."""
-    how = "fixed" if of.config.method == "fixed" else "RigL"
-    if of.pruning is not None:
-        how = f"dense at first, {of.pruning.method} pruning"
-    return "dense" if of.config.density == 1 else f"{of.config.block_size} x {of.config.block_size}, {how}"
+    how = "fixed" if contender.config.method == "fixed" else "RigL"
+    if contender.pruning is not None:
+        how = f"dense at first, {contender.pruning.method} pruning"
+    return (
+        "dense"
+        if contender.config.density == 1
+        else f"{contender.config.block_size} x {contender.config.block_size}, {how}"
+    )
 
 
-def _while_trained(of: TransformerContender) -> int:
-    begins, ends = gpt.multiply_adds(of.begins), gpt.multiply_adds(of.config)
-    return round(ends + (begins - ends) * (of.pruning.search if of.pruning else 0))
+def _while_trained(contender: TransformerContender) -> int:
+    begins, ends = gpt.multiply_adds(contender.begins), gpt.multiply_adds(contender.config)
+    return round(ends + (begins - ends) * (contender.pruning.search if contender.pruning else 0))
 
 
 def _small(text: str) -> TransformerExperiment:

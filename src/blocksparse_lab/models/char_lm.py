@@ -201,6 +201,7 @@ class CharLM(nn.Module):
         return self.recurrent(text.long(), state, table=self.embedding.weight)
 
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Return (scores `[steps, batch, 256]` of the next bytes, new state) for bytes `[steps, batch]`."""
         y, state = self.outputs(text, state)
         y = y[..., :: self.config.stride]
         if type(self.outlet) is not nn.Linear:  # block-sparse, or with weight norm

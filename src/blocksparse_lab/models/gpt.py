@@ -69,6 +69,7 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x after causal attention and the MLP, each added to its input."""
         parts = self.queries_keys_values(self.norm_1(x)).chunk(3, -1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -112,6 +113,12 @@ class GPT(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, text: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (scores `[steps, batch, 256]` of the next bytes, the bytes seen so far up to the context).
+
+        Args:
+            text: bytes `[steps, batch]`.
+            before: bytes that come before, as an earlier call returned them, or None.
+        """
         check_bytes("text", text)
         if before is not None:
             check_bytes("before", before, text.shape[1])

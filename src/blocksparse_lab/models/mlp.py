@@ -113,6 +113,7 @@ class SparseMLP(nn.Module):
         return self.layers[-1]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of rows `[rows, features]`."""
         for layer, activation in zip(self.layers, self.activations, strict=False):
             x = layer(x)  # reuse the name, so that the input can be freed
             # All-ReLU and dropout in one pass over memory.

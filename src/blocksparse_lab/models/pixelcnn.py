@@ -113,6 +113,7 @@ class PixelCNN(nn.Module):
         initialise_from_data(self, images)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the parameters of each pixel's distribution, for images `[n, channels, height, width]` in -1..1."""
         self._check(images)
         # The channel of ones distinguishes the image from the zeros around it.
         x = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
@@ -130,6 +131,7 @@ class PixelCNN(nn.Module):
         return self.out(F.elu(state.ul))
 
     def _check(self, images: Any) -> None:
+        """Raise a BlockSparseError unless the images have the channels, and sizes that the strides divide."""
         wanted = f"[n, {self.channels}, height, width], both divisible by {STRIDE}"
         if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != self.channels:
             got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
@@ -163,6 +165,7 @@ class _Layer(nn.Module):
         self.ul = GatedResnet(conv, "down_right", filters, dropout, others + 1)
 
     def forward(self, state: _State, other: tuple[Tensor, Tensor] | None = None) -> _State:
+        """Return both streams after a gated layer each; `other` is the state of the same size on the way down."""
         u = self.u(state.u, state.active[0], None if other is None else other[0])
         active = concat_elu(u)
         beside = active if other is None else torch.cat([active, other[1]], 1)

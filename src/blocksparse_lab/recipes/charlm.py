@@ -140,8 +140,8 @@ def trainer(settings: CharLMSettings, text: Text, run: str | Path) -> Trainer:
 def load(path: str | Path) -> CharLM:
     """Load the language model of a checkpoint or run folder on the CPU, with mean parameters if there are any."""
 
-    def sizes(of: dict[str, Any]) -> tuple[str, ...]:
-        return ("width", "embedding", "layers", *(("depth",) if of["cell"] == "smallworld" else ()))
+    def sizes(config: dict[str, Any]) -> tuple[str, ...]:
+        return ("width", "embedding", "layers", *(("depth",) if config["cell"] == "smallworld" else ()))
 
     # The tensors bring the layouts, also of weights that became block-sparse after training.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}

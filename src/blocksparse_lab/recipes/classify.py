@@ -50,7 +50,7 @@ class Data(Protocol):
         ...
 
     def digest(self) -> dict[str, Any]:
-        """Identify the data, ready for JSON."""
+        """Return facts that identify the data, ready for JSON."""
         ...
 
 

@@ -130,8 +130,8 @@ def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Pro
 def load(path: str | Path) -> TextClassifier:
     """Load the classifier of a checkpoint or run folder on the CPU."""
 
-    def sizes(of: dict[str, Any]) -> tuple[str, ...]:
-        return ("width", "embedding", "layers", "classes", *(("depth",) if of["cell"] == "smallworld" else ()))
+    def sizes(config: dict[str, Any]) -> tuple[str, ...]:
+        return ("width", "embedding", "layers", "classes", *(("depth",) if config["cell"] == "smallworld" else ()))
 
     # The tensors bring the layouts.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}

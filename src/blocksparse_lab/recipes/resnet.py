@@ -203,7 +203,7 @@ def check_shifted(count: int, images: Images) -> None:
         raise BlockSparseError.expected("shifted", wanted, count)
 
 
-def _network(of: dict[str, Any]) -> ResNet:
-    model = ResNet(**of)
+def _network(config: dict[str, Any]) -> ResNet:
+    model = ResNet(**config)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

@@ -113,22 +113,25 @@ class Entry:
         return Spread.of(self.step_seconds[min(TURN, len(self.step_seconds) - 1) :])
 
 
-def letters_data(s: Settings) -> Data:
+def letters_data(settings: Settings) -> Data:
     """Draw letters and digits; those of the test set are drawn like the others, but not trained on."""
-    count = min(s.steps, MOST_BATCHES) * s.batch
-    x, y = letters.draw(count + s.test_size, s.seed)
+    count = min(settings.steps, MOST_BATCHES) * settings.batch
+    x, y = letters.draw(count + settings.test_size, settings.seed)
     name = f"letters and digits in {len(letters.TYPEFACES)} typefaces"
     return Data(name, "new drawings", len(letters.CLASSES), (x[:count], y[:count]), (x[count:], y[count:]))
 
 
-def text_data(text: Text, s: Settings) -> Data:
+def text_data(text: Text, settings: Settings) -> Data:
     """Cut windows out of a text, with the next byte as the label; the test set is from the held-out tail."""
-    generator = torch.Generator().manual_seed(s.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
 
     def examples(part: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return windows(part, torch.randint(CONTEXT, len(part), (count,), generator=generator), CONTEXT)
 
-    train, test = examples(text.train, min(s.steps, MOST_BATCHES) * s.batch), examples(text.held_out, s.test_size)
+    train, test = (
+        examples(text.train, min(settings.steps, MOST_BATCHES) * settings.batch),
+        examples(text.held_out, settings.test_size),
+    )
     return Data(f"the next byte of {text.name}", "held-out bytes", 256, train, test)
 
 
@@ -239,18 +242,18 @@ def accuracy(net: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     return sum(int((net(x).argmax(1) == y).sum()) for x, y in pairs) / len(labels)
 
 
-def _net(data: Data, s: Settings, hidden: int, density: float | None = None) -> nn.Sequential:
+def _net(data: Data, settings: Settings, hidden: int, density: float | None = None) -> nn.Sequential:
     """Build an MLP with two hidden layers; the output layer is always dense."""
 
     def linear(n_in: int, n_out: int) -> nn.Module:
         return (
             nn.Linear(n_in, n_out)
             if density is None
-            else bs.nn.Linear(n_in, n_out, density=density, block_size=s.block)
+            else bs.nn.Linear(n_in, n_out, density=density, block_size=settings.block)
         )
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(s.seed)
+        torch.manual_seed(settings.seed)
         embed = [] if data.train[0].is_floating_point() else [nn.Embedding(256, INPUTS // CONTEXT), nn.Flatten()]
         layers = [linear(INPUTS, hidden), nn.ReLU(), linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, data.classes)]
         return nn.Sequential(*embed, *layers)

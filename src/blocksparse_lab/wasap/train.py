@@ -330,6 +330,7 @@ class _Run:
     def evaluate_and_save(
         self, model: nn.Module, done: FinishedEpoch, phase: str, meanwhile: Callable[[], object] = bool
     ) -> None:
+        """Report an epoch with its accuracy, and save it unless several workers train alone."""
         accuracy = self.accuracy(model, meanwhile)
         if phase != "alone" or self.workers == 1:
             self.save(model, done.epoch, done.momentum, done.calls)
@@ -362,6 +363,7 @@ class _Run:
         return {"kind": "wasap", "settings": settings}
 
     def save(self, model: nn.Module, epoch: int, momentum: Tensor, calls: int) -> None:
+        """Save the state after an epoch, if the run has a checkpoint file."""
         if self.path is None:
             return
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

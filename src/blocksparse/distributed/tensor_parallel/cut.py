@@ -81,7 +81,7 @@ class Cut:
         return len(self.parts)
 
     def fits(self, features: int, block: int) -> bool:
-        """Check whether a layer with this many features in blocks of this size can have this cut."""
+        """Return whether a layer with this many features in blocks of this size can have this cut."""
         ratio, rest = divmod(features, self.features)
         return rest == 0 and (self.unit * ratio) % block == 0
 

@@ -118,7 +118,7 @@ def balanced_plan(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle
 
 
 def _matches(name: str, key: str) -> bool:
-    """Check whether a module's name matches a pattern of a plan, part by part."""
+    """Return whether a module's name matches a pattern of a plan, part by part."""
     parts, tokens = name.split("."), key.split(".")
     return len(parts) == len(tokens) and all(map(fnmatch, parts, tokens))
 

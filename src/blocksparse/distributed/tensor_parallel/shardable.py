@@ -31,7 +31,7 @@ def shardable(module: nn.Module, axis: int) -> ShardableLayer | ShardableLSTM:
     layer: ShardableLayer | ShardableLSTM
     if isinstance(module, LSTM) and axis == 0:
         layer = ShardableLSTM(module)
-    elif isinstance(module, Linear | Convolution) and "forward" not in vars(module) and _has_own_forward(module):
+    elif isinstance(module, Linear | Convolution) and "forward" not in vars(module) and _has_library_forward(module):
         layer = ShardableLayer(module, axis)
     else:
         raise BlockSparseError.expected("a module of the plan", f"one of {kinds}", name)
@@ -165,8 +165,8 @@ def parallel_class(mixin: Any, of: Any) -> type:
     return type(f"{mixin.__name__}{of.__name__}", (mixin, of), {"__module__": mixin.__module__})
 
 
-def _has_own_forward(module: nn.Module) -> bool:
-    """Check that a layer computes as its class in blocksparse.nn does: a user's subclass may not."""
+def _has_library_forward(module: nn.Module) -> bool:
+    """Return whether a layer has the forward of its class in blocksparse.nn; a user's subclass may override it."""
     ours: Any = next(each for each in type(module).__mro__ if each.__module__.startswith("blocksparse.nn."))
     return type(module).forward is ours.forward
 

@@ -100,6 +100,7 @@ class AdaptivePolyphaseUpsample(nn.Module):
         self.blur = integer("blur", blur, 1)
 
     def forward(self, input: Tensor, index: Tensor) -> Tensor:
+        """Return the image at twice the size, with each pixel at its phase `index` and zeros between, then blurred."""
         _check_images(input)
         _check_index(index, input)
         x = _PlacePhase.apply(input, index)  # type: ignore[no-untyped-call]

@@ -81,6 +81,7 @@ class Diffusion(nn.Module):
         return indices + sum(values.nbytes for values in self.buffers())
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return P^j x for j = 0, 1, ..., `hops` side by side, `[nodes, hops + 1, features]`."""
         x = input
         if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != self.nodes:
             raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", shape_of(x))
@@ -126,6 +127,7 @@ class DiffusionConv(nn.Module):
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return tanh(weight * z), element by element."""
         z = input
         if not isinstance(z, Tensor) or z.shape[-2:] != self.weight.shape:
             raise BlockSparseError.expected(

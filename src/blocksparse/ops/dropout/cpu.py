@@ -12,6 +12,7 @@ unsupported_reason = cpu_core.unsupported_reason
 
 
 def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: int) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the codes of `dropout`, both of the shape of x."""
     shape, dtype = x.shape, x.dtype
     y, code = workspace.empty_like(x), torch.empty(shape, dtype=torch.uint8, device=x.device)
     cpu_core.core().dropout_forward(
@@ -23,6 +24,7 @@ def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: in
 
 
 def backward(grad: Tensor, code: Tensor, factors: tuple[float, float, float]) -> Tensor:
+    """Return the gradient of x: grad times the factor of each code."""
     shape, dtype = grad.shape, grad.dtype
     grad_x = workspace.empty_like(grad)
     cpu_core.core().dropout_backward(

@@ -118,6 +118,7 @@ class ExpertLinearWgrad(LayoutOp):
         return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        """Return the stored blocks of all experts' gradients; those of an expert without rows are 0."""
         (grad, x), (starts,) = tensors, options
         values = workspace.empty(layout.values_shape, x.dtype, x.device)
         for begin, end, part in _groups(starts, x.shape[0], layout):
@@ -138,6 +139,7 @@ class ExpertLinearWgrad(LayoutOp):
         options: Sequence[Any],
         needed: Sequence[bool],
     ) -> Tensors:
+        """Return the gradients of grad and x: products with the incoming gradient as the values."""
         (left, x), (starts,) = saved, options
         grad_left = EXPERT_LINEAR((grad, x), layout, (starts, False)) if needed[0] else None
         return grad_left, EXPERT_LINEAR((grad, left), layout, (starts, True)) if needed[1] else None

@@ -17,6 +17,7 @@ def forward(
     z: Tensor, add: Tensor | None, gain: Tensor | None, c: Tensor,
     *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Write c_out, h_out and gates_out; see `lstm_gates.forward`."""
     dtype, name, (n, hidden) = z.dtype, DTYPES[z.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     core, isa, (z_, add_, (gain_, _), *rest) = cpu_core.arguments(
@@ -35,6 +36,7 @@ def backward(
     gates: Tensor, c_before: Tensor, c: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, grad_c: Tensor | None,
     *, grad_pre_out: Tensor, grad_c_out: Tensor,
 ) -> None:  # fmt: skip
+    """Write grad_pre_out and grad_c_out; see `lstm_gates.backward`."""
     dtype, name, (n, hidden) = gates.dtype, DTYPES[gates.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     core, isa, addresses = cpu_core.arguments(

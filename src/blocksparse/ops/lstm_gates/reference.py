@@ -15,6 +15,7 @@ def forward(
     z: Tensor, add: Tensor | None, gain: Tensor | None, c: Tensor,
     *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Write c_out, h_out and gates_out; see `lstm_gates.forward`."""
     pre = z.to(c.dtype)
     if gain is not None:
         pre = gain * pre
@@ -33,6 +34,7 @@ def backward(
     gates: Tensor, c_before: Tensor, c: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, grad_c: Tensor | None,
     *, grad_pre_out: Tensor, grad_c_out: Tensor,
 ) -> None:  # fmt: skip
+    """Write grad_pre_out and grad_c_out; see `lstm_gates.backward`."""
     i, f, g, o = gates.to(c.dtype).chunk(4, -1)
     tanh_c = c.tanh()
     at_h = sum((grad.to(c.dtype) for grad in (grad_h, grad_y) if grad is not None), torch.zeros_like(c))

@@ -28,6 +28,7 @@ def forward(
     z: Tensor, add: Tensor | None, gain: Tensor | None, c: Tensor,
     *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Write c_out, h_out and gates_out; see `lstm_gates.forward`."""
     dtype, device, (n, hidden) = z.dtype, z.device, c.shape
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (
@@ -46,6 +47,7 @@ def backward(
     gates: Tensor, c_before: Tensor, c: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, grad_c: Tensor | None,
     *, grad_pre_out: Tensor, grad_c_out: Tensor,
 ) -> None:  # fmt: skip
+    """Write grad_pre_out and grad_c_out; see `lstm_gates.backward`."""
     dtype, device, (n, hidden) = gates.dtype, gates.device, c.shape
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (

@@ -30,6 +30,7 @@ def serves(tensors: Sequence[Tensor]) -> bool:
 def step(
     weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
+    """Step all weights in place: v <- momentum v - rate g;  w <- keep w + v."""
     dtype, shapes = weights[0].dtype, [w.shape for w in weights]
 
     def addresses(name: str, tensors: list[Tensor]) -> list[int]:

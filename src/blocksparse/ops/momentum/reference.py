@@ -15,6 +15,7 @@ unsupported_reason = always_supported
 def step(
     weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
+    """Step all weights in place: v <- momentum v - rate g;  w <- keep w + v."""
     for name, tensors in (("velocities", velocities), ("grads", grads)):
         check_count(name, tensors, weights)
         for i, (w, tensor) in enumerate(zip(weights, tensors, strict=True)):

@@ -56,6 +56,10 @@ class LSTM(Recurrence):
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
         *weights: Tensor, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+        """Run all steps: the inputs' product once, then per step the product of h, the gates and the projection.
+
+        If the compiled core can, it runs all steps in one call.
+        """
         steps = self.steps
         recurrent, *projection = products(weights, self.layouts[1:], steps)
         hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
@@ -86,6 +90,7 @@ class LSTM(Recurrence):
     def backward(
         self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
+        """Return the gradients: back in time to those of the gates' inputs, then one product per weight."""
         steps, (x, index, _, _, input_weight, _, *weights) = self.steps, tensors
         *states, h_before = saved[:4]
         recurrent, *projection = products(weights, self.layouts[1:], steps)

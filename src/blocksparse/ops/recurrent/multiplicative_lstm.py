@@ -53,6 +53,10 @@ class MultiplicativeLSTM(Recurrence):
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
         factor_weight: Tensor, weight: Tensor, state_weight: Tensor, *, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+        """Run all steps: the inputs' products once, then per step h M^T, m, m W^T and the gates.
+
+        If the compiled core can, it runs all steps in one call.
+        """
         steps, hidden = self.steps, c.shape[1]
         product, state_product = products((weight, state_weight), self.layouts[2:], steps)
         hs, cs = StateTrajectory(steps, h), StateTrajectory(steps, c)
@@ -84,6 +88,7 @@ class MultiplicativeLSTM(Recurrence):
     def backward(
         self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
+        """Return the gradients: back in time to those of the gates' inputs and of m, then one product per weight."""
         steps, (x, index, _, _, input_weight, _, factor_weight, *weights) = self.steps, tensors
         *states, of_x, of_h, m, h_before = saved
         product, state_product = products(weights, self.layouts[2:], steps)

@@ -72,6 +72,10 @@ class SmallWorldLSTM(Recurrence):
         self, factors: Tensor, terms: Tensor, index: Tensor | None, h: Tensor, c: Tensor, *parameters: Tensor,
         keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+        """Run all steps: per step `depth` normalized products from h to h, then the gates.
+
+        If the compiled core can, it runs all steps in one call.
+        """
         steps, depth = self.steps, self.depth
         weights, gains, biases = self._split(parameters)
         of_steps = products(weights, self.layouts, steps)
@@ -117,6 +121,7 @@ class SmallWorldLSTM(Recurrence):
     def backward(
         self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
+        """Return the gradients, back in time through the gates and each of the `depth` products."""
         steps, depth = self.steps, self.depth
         factors, terms, index, _, c, *parameters = tensors
         weights, gains, biases = self._split(tuple(parameters))

@@ -11,7 +11,7 @@ from .passes import Passes
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Check whether a module is a batch norm that normalizes by running statistics."""
+    """Return whether a module is a batch norm that normalizes by running statistics."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 

@@ -174,7 +174,7 @@ class Problem:
         return v
 
     def _chunks(self, matrix: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Split a matrix into chunks of rows, small enough to copy; `like` gives the width that sets their size."""
+        """Return chunks of rows of a matrix, small enough to copy; the width of `like` sets their size."""
         return matrix.split(max(1, CHUNK // (matrix if like is None else like).shape[1]))
 
 

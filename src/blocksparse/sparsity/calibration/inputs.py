@@ -171,7 +171,7 @@ def _attention_outputs(call: Any) -> Tensor:
 
 
 def _is_conv(module: nn.Module) -> bool:
-    """Check whether a module is a convolution, possibly transposed."""
+    """Return whether a module is a convolution, possibly transposed."""
     return type(module) in CONVOLUTIONS or type(module) in TRANSPOSED
 
 

@@ -15,7 +15,7 @@ from ..selection import check_norm, norms_over
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
-    """Mark the n largest |w| of each m consecutive input features; among equal ones, the first.
+    """Return a mask of the n largest |w| of each m consecutive input features; among equal ones, the first.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution, where each

@@ -247,6 +247,7 @@ class MaskedPruner(DensePruner):
         self.keep = {name: state[f"keep.{name}"].to(keep, copy=True) for name, keep in self.keep.items()}
 
     def _step(self) -> bool:
+        """Prune if the schedule is due, set dropped blocks to 0, and return whether it was due."""
         reshard(self.model)
         due = self.schedule.due(self.calls)
         if due:

@@ -104,6 +104,7 @@ class GradualPruning(_MagnitudeSelection, MaskedPruner):
         self.end, self.seed, self.keep_lines = end, integer("seed", seed, 0), keep_lines
 
     def _prune(self) -> None:
+        """Drop the blocks with the smallest norms, down to the schedule's density."""
         norms = {}
         for name in self._trained():
             all_norms = dense_norms(self.blocks[name], self.dense[name], self.norm)

@@ -34,7 +34,7 @@ def final_gate(log_alpha: Tensor) -> Tensor:
 
 
 def _stretched(s: Tensor) -> Tensor:
-    """Stretch (0, 1) to (GAMMA, ZETA) and clip to [0, 1]."""
+    """Return s stretched from (0, 1) to (GAMMA, ZETA) and clipped to [0, 1]."""
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 

@@ -49,7 +49,7 @@ class CubicSchedule:
         seed: int,
         lines: Mapping[str, Lines] | None,
     ) -> dict[str, Tensor]:
-        """Mark the blocks that weights keep at step t; see `top_blocks` for the arguments."""
+        """Return a mask of the blocks that weights keep at step t; see `top_blocks` for the arguments."""
         if not scores:
             return {}
         return top_blocks(scores, blocks, self(t), scope, seed=seed, lines=lines, final_density=self.density)

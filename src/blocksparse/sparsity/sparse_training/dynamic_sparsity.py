@@ -91,6 +91,7 @@ class DynamicSparsity(TrainingMethod):
         return {f"{name}.values".lstrip("."): handle_of(module).parameter for name, module in self.modules.items()}
 
     def _step(self) -> bool:
+        """Change the layouts if this call is due, and return whether it was."""
         due = self._due(self.calls)
         if due:
             self._reshard()

@@ -144,6 +144,10 @@ class RigL(DynamicSparsity):
         self._prepare()
 
     def _step(self) -> bool:
+        """Change the layouts if this call is due, then clear the gradients; return whether layouts changed.
+
+        Then watch the layers if the next call is due.
+        """
         changed = super()._step()
         if changed and self.optimizer is not None:
             unwrapped(self.optimizer).zero_grad(set_to_none=True)  # in case `step` is called before the optimizer's

@@ -130,40 +130,44 @@ def _draw_weight(axes: Any, layout: BlockLayout | None, x: float, y: float, side
     inset.set(xticks=[], yticks=[], aspect="auto")
 
 
-def _texts(of: Replacement) -> list[tuple[str, list[str]]]:
+def _texts(comparison: Replacement) -> list[tuple[str, list[str]]]:
     """Return name and description of the three."""
-    found = summary(of.wide)
+    found = summary(comparison.wide)
     mixes = "some inputs never reach some outputs" if found.steps_to_mix is None else f"mixes in {found.steps_to_mix}"
     length = "" if found.path_length is None else f"mean path {found.path_length:.2f}, "
-    layers = len(of.deep)
+    layers = len(comparison.deep)
     more = f", {MAX_DRAWN_LAYERS} drawn" if layers > MAX_DRAWN_LAYERS else ""
     return [
         (
             "dense",
-            [f"{of.features:,} features", f"{of.dense_weights:,} weights", "all inputs reach all outputs"],
+            [
+                f"{comparison.features:,} features",
+                f"{comparison.dense_weights:,} weights",
+                "all inputs reach all outputs",
+            ],
         ),
         (
-            f"sparse and wide, {of.wide.shape[0] / of.features:.3g} times",
+            f"sparse and wide, {comparison.wide.shape[0] / comparison.features:.3g} times",
             [
-                f"{of.wide.shape[0]:,} features, density {of.wide.density:.3g}",
-                f"{of.wide_weights:,} weights{_percent_difference(of.wide_weights, of)}",
+                f"{comparison.wide.shape[0]:,} features, density {comparison.wide.density:.3g}",
+                f"{comparison.wide_weights:,} weights{_percent_difference(comparison.wide_weights, comparison)}",
                 f"{length}{mixes} steps" if found.steps_to_mix else f"{length}{mixes}",
             ],
         ),
         (
             f"sparse and deep, {layers} layer{'s' if layers > 1 else ''}{more}",
             [
-                f"{of.features:,} features, density {of.deep[0].density:.3g}",
-                f"{of.deep_weights:,} weights{_percent_difference(of.deep_weights, of)}",
-                f"{100 * reach(of.deep):.3g} % of inputs and outputs meet",
+                f"{comparison.features:,} features, density {comparison.deep[0].density:.3g}",
+                f"{comparison.deep_weights:,} weights{_percent_difference(comparison.deep_weights, comparison)}",
+                f"{100 * reach(comparison.deep):.3g} % of inputs and outputs meet",
             ],
         ),
     ]
 
 
-def _percent_difference(weights: int, of: Replacement) -> str:
+def _percent_difference(weights: int, comparison: Replacement) -> str:
     """Return how many percent more weights this is than the dense layer's, as text."""
-    more = weights / of.dense_weights - 1
+    more = weights / comparison.dense_weights - 1
     return "" if abs(more) < 0.005 else f" ({more:+.0%})"
 
 
