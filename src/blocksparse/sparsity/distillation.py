@@ -45,11 +45,14 @@ class Distillation:
     Args:
         teacher: the dense model; it is not changed.
         student: the model to train, such as a sparsified copy of the teacher.
-        output: how outputs are compared. "kl": Kullback-Leibler divergence of the softmax of logits. "probabilities":
-            the same for outputs of a softmax. "binary": binary cross-entropy of outputs of a sigmoid. "cosine": 1 -
-            cosine. "mse": squared error, divided by the teacher's mean square. "auto" (default) takes "kl" for outputs
-            named `logits` and for log-probabilities; it recognizes probabilities, and unit vectors for "cosine", by
-            their values, and takes "mse" for all others.
+        output: how outputs are compared.
+            "auto" (default): "kl" for outputs named `logits` and for log-probabilities; it recognizes probabilities,
+            and unit vectors for "cosine", by their values, and takes "mse" for all others.
+            "kl": Kullback-Leibler divergence of the softmax of logits.
+            "probabilities": the same for outputs of a softmax.
+            "binary": binary cross-entropy of outputs of a sigmoid.
+            "cosine": 1 - cosine.
+            "mse": squared error, divided by the teacher's mean square.
         hidden: weight of the mean squared error of hidden layers, each divided by the teacher's mean square
             (SquareHead); 0 by default. Compared are the outputs of block-sparse layers of the student.
         temperature: divisor of the logits for "kl", 1 by default.

@@ -111,7 +111,7 @@ def hash_positions(positions: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def mark_smallest(scores: np.ndarray, count: int, tie_break: TieBreak = hash_positions) -> np.ndarray:
-    """Mark the `count` smallest scores, bool `[n]`, without a sort; `tie_break` decides among equal ones."""
+    """Return a mask `[n]` of the `count` smallest scores, without a sort; `tie_break` decides among equal ones."""
     if count <= 0:
         return np.zeros(scores.size, dtype=bool)
     bound = np.partition(scores, count - 1)[count - 1]
@@ -190,7 +190,10 @@ def _top_blocks_of_group(
     seed: int,
     lines: Mapping[str, Lines] | None,
 ) -> dict[str, Tensor]:
-    """Mark the top blocks of weights that compete; see `top_blocks`. `limits` are the density now and at the end."""
+    """Return masks of the top blocks of weights that compete; see `top_blocks`.
+
+    `limits` are the density now and at the end.
+    """
     device = scores[names[0]].device
     flat = [scores[name].flatten().to(device, torch.float64) for name in names]
     counts = [each.numel() for each in flat]

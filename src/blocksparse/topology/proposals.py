@@ -150,10 +150,12 @@ def design(
         features: size of the square weight, a multiple of the block.
         params: number of weights to store.
         block_size: size of the square blocks, 32 by default.
-        objective: what to sort by: "mixing" (default; the fewest steps until every unit has reached every other),
-            "path" (the shortest mean path), "clustering" (the highest), "balance" (the fewest blocks in the fullest row
-            or column) or "time" (the shortest predicted). Ties are sorted by the other objectives, and disconnected
-            graphs come last.
+        objective: the order. Ties are sorted by the other objectives, and disconnected graphs come last.
+            "mixing" (default): the fewest steps until every unit has reached every other.
+            "path": the shortest mean path.
+            "clustering": the highest clustering.
+            "balance": the fewest blocks in the fullest row or column.
+            "time": the shortest predicted time.
         tolerance: fraction of the budget by which a proposal may miss it, 0.1 by default.
         workers: cores, or units of a GPU, that share the rows in the predicted time; 8 by default.
         seed: seed of random patterns, 0 by default.

@@ -157,7 +157,7 @@ def format_setting(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-# What tables print in place of contenders' names, which committed reports and `--only` have.
+# Tables print these instead of contenders' names, which committed reports and `--only` have.
 PLAIN_NAMES = {f"{method} x3, dense outlet": f"{method} x3, dense output layer" for method in ("fixed", "gradual")}
 
 

@@ -43,10 +43,12 @@ class SparseMLP(nn.Module):
         activation: "all_relu", "relu", "gelu" or "silu".
         alpha: slope of All-ReLU.
         dropout: of the hidden layers' outputs.
-        init: "he", uniform within sqrt(6 / n_in), or "xavier", within sqrt(6 / (n_in + n_out)), with the dense layer's
-            n_in and n_out as in the papers' code, and biases of 0; "fan_in", as `bs.nn.Linear` draws by the number of
-            connections; "kaiming", by the number of connections too, within sqrt(6 / ((1 + alpha^2) connections)),
-            which keeps the size of the signal, and biases of 0.
+        init: the initial weights; biases are 0 unless noted. n_in and n_out are those of the dense layer, as in the
+            papers' code.
+            "he": uniform within sqrt(6 / n_in).
+            "xavier": uniform within sqrt(6 / (n_in + n_out)).
+            "kaiming": uniform within sqrt(6 / ((1 + alpha^2) connections)), which keeps the size of the signal.
+            "fan_in": weights and biases by the number of connections, as `bs.nn.Linear` draws them.
         seed: of layouts and weights; PyTorch's generators are left alone.
         layout_seed: of layouts, to share them between nets of several seeds; `seed` by default.
 

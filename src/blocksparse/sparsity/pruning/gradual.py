@@ -38,7 +38,7 @@ class _MagnitudeSelection:
         self.schedule, self.norm, self.scope = schedule, norm, scope
 
     def _select(self, norms: Mapping[str, Tensor], weights: Mapping[str, Blocks | WeightHandle]) -> dict[str, Tensor]:
-        """Mark the blocks to keep now, by weight; norms of -inf are those of blocks that were removed before."""
+        """Return masks of the blocks to keep now, by weight; blocks that were removed before have norm -inf."""
         scores = {name: normalize_by_size(each, self.blocks[name], self.norm) for name, each in norms.items()}
         lines = {name: lines_of(weights[name]) for name in norms} if self.keep_lines else None
         return self.schedule.select(self.calls, scores, self.blocks, self.scope, self.seed, lines)

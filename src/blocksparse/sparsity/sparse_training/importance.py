@@ -82,7 +82,7 @@ class ImportancePruning(DynamicSparsity):
 
 
 def _most_important_of_columns(layout: BlockLayout, order: np.ndarray) -> np.ndarray:
-    """Mark the row that comes first in `order` among the rows of each column of blocks, bool `[out_blocks]`."""
+    """Return a mask `[out_blocks]` of the rows that come first in `order` in some column of blocks."""
     rank = np.empty_like(order)
     rank[order] = np.arange(order.size)
     first = np.full(layout.grid[1], order.size)

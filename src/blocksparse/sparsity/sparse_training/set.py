@@ -35,9 +35,11 @@ class SET(DynamicSparsity):
         every: calls of `step` from one change to the next, 1 by default.
         end: first call that changes nothing; None (default) for no end. With the number of epochs, no change follows
             the last epoch, as in the papers. (For pruning methods, `end` is the last call that may prune.)
-        init: initial values of new blocks: "he" (default), uniform within sqrt(6 / n_in), as in the papers; "xavier";
-            "zeros"; or a function of (module, shape, torch.Generator) that returns all new blocks of the weight as a
-            CPU tensor, on each process that stores the weight. The named ones draw a few blocks at a time.
+        init: initial values of new blocks. The named ones draw a few blocks at a time.
+            "he" (default): uniform within sqrt(6 / n_in), as in the papers.
+            "xavier" or "zeros".
+            A function of (module, shape, torch.Generator) that returns all new blocks of the weight as a CPU tensor,
+            on each process that stores the weight.
         norm: norm of a block: "l2" (default), "mean" (of |w|) or "max".
         seed: seed of the random places and values, and of the choice among equal norms; 0 by default.
         keep_lines: whether new blocks grow first in rows and columns of blocks that have none, because a neuron without
@@ -110,7 +112,7 @@ class SET(DynamicSparsity):
 def nearest_zero(
     weight: WeightHandle, zeta: float, norm: str = "l2", tie_break: TieBreak = hash_positions
 ) -> np.ndarray:
-    """Mark the blocks that SET drops, bool `[nnz]`; see `SET`. `tie_break` orders the positions of equal blocks."""
+    """Return a mask `[nnz]` of the blocks that SET drops; see `SET`. `tie_break` orders equal blocks."""
     values, nnz = weight.local, weight.layout.nnz
     if zeta == 0:
         return np.zeros(nnz, dtype=bool)
