@@ -9,7 +9,9 @@ export PYTHONDONTWRITEBYTECODE =
 # Run a command that prints little: $(call announced,what it does,the command). Prints a line for each minute.
 define announced
 @echo "$(1) ..."; (minutes=0; while sleep 60 >/dev/null 2>&1; do minutes=$$((minutes + 1)); \
-	echo "  still going after $$minutes min: $(1)"; done) & clock=$$!; trap "kill $$clock" EXIT; $(2)
+	echo "  still going after $$minutes min: $(1)"; done) & clock=$$!; trap "kill $$clock" EXIT; \
+	$(2) || { echo "Set-up stopped: $(1). It needs a network, or an index that PIP_INDEX_URL or a proxy that PIP_PROXY names," \
+	"and 4 GB of free disk. Run make again to resume." >&2; exit 1; }
 endef
 
 .PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
