@@ -87,7 +87,7 @@ class Samples:
         return Spread.of([a / b for a, b in pairs if not math.isnan(a / b)])
 
     def per(self, counts: Mapping[str, int]) -> Samples:
-        """Divide the times by `counts`, for seconds per unit of work if a call does several units."""
+        """Return the samples divided by `counts`: seconds per unit of work if a call does several units."""
         seconds = {name: [value / counts[name] for value in values] for name, values in self.seconds.items()}
         return Samples(seconds, self.repeat)
 

@@ -79,7 +79,7 @@ def check_int32(layout: BlockLayout) -> None:
 
 
 def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
-    """Cut rows into pieces, group neighbouring small rows, and sort tasks by cost."""
+    """Return the tasks of a layout: long rows in pieces, neighbouring small rows together, sorted by cost."""
     check_int32(layout)
     block = np.arange(layout.nnz, dtype=np.int64)
     if transpose:

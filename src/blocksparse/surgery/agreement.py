@@ -151,7 +151,7 @@ def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = No
 
 
 def _differences(ranks: Sequence[int], facts: Sequence[Mapping[str, Fact]]) -> str:
-    """List the ranks that differ from most others, and in which layers."""
+    """Return a text that names the ranks that differ from most others, and the layers."""
     by_name: defaultdict[tuple[str, int], list[tuple[int, int | None]]] = defaultdict(list)
     for name in dict.fromkeys(name for each in facts for name in each):
         for rank, each in zip(ranks, facts, strict=True):

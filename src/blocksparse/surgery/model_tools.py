@@ -98,7 +98,7 @@ def _ignore_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 def _parametrizations(module: Any) -> list[tuple[str, Any, Any]]:
-    """List name, `plain` and original of the parameters that `add_parametrization` parametrized."""
+    """Return name, `plain` and original of the parameters that `add_parametrization` parametrized."""
     if not parametrize.is_parametrized(module):
         return []
     items = module.parametrizations.items()

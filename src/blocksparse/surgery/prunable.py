@@ -234,7 +234,7 @@ def prunable(
 def survey(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
-    """List every parameter of two or more axes with the reason why it cannot become block-sparse, or None."""
+    """Return (weight, why it cannot become block-sparse or None) for each parameter of two or more axes."""
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     block = checked_block(block_size)
@@ -268,7 +268,7 @@ def survey(
 def _without_referenced(
     model: nn.Module, found: list[tuple[Prunable, str | None]]
 ) -> list[tuple[Prunable, str | None]]:
-    """Add a reason to weights that the model also refers to outside of its tree of modules."""
+    """Return the weights with a reason added to those that the model refers to outside of its tree of modules."""
     attentions: dict[nn.Module, nn.Module] = {
         each.out_proj: each for each in model.modules() if isinstance(each, nn.MultiheadAttention)
     }
@@ -319,7 +319,7 @@ def find_weights(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[s
 
 
 def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blocks:
-    """Divide a dense parameter into blocks of shape `block`, by the kind of its module.
+    """Return the division of a dense parameter into blocks of shape `block`, by the kind of its module.
 
     The kind decides whether the parameter stacks several weights (gates, experts, q, k and v), is transposed, or needs
     more padding. An uninitialized parameter has no blocks.

@@ -96,7 +96,7 @@ def replace_with_sparse(
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Replace modules of a model, also in plain attributes and containers of its modules.
+    """Replace modules of a model, also in plain attributes and containers of its modules, and return the model.
 
     If a module of the user's raises an error, all is undone.
     """
@@ -265,7 +265,10 @@ def constructor_arguments(module: nn.Module, kind: Callable[..., nn.Module]) -> 
 
 
 def _fill_weight(new: Any, weight: Prunable, layout: BlockLayout, changes: list[ParameterChange]) -> Any:
-    """Fill a module on the meta device with the values of a dense weight on its layout."""
+    """Fill a module on the meta device with the values of a dense weight on its layout, and return it.
+
+    The replaced parameter is added to `changes`.
+    """
     old, convert = weight.tensor, partial(values_of, weight.blocks, layout)
     values = nn.Parameter(convert(old.detach()), requires_grad=old.requires_grad)
     new.values = carry_parameter(old, values, lambda tensor: values_of(weight.blocks, new.layout, tensor))

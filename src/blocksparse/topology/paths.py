@@ -220,7 +220,7 @@ def _describe_components(paths: PathLengths) -> str:
 
 
 def _add_padded(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Add two vectors, of which the shorter one is padded with zeros."""
+    """Return the sum of two vectors, of which the shorter one is padded with zeros."""
     short, long = sorted((a, b), key=len)
     long = long.copy()
     long[: short.size] += short

@@ -105,7 +105,7 @@ class ConvCase(Case):
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """Compare with PyTorch's dense convolution in float64."""
+        """Return errors by name against PyTorch's dense convolution in float64."""
         weight, x, grad = to_dense(self.values, self.layout).double(), self.x.double(), self.grad.double()
         stride, padding, _ = self.steps
         errors = {}

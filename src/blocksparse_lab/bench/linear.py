@@ -181,7 +181,7 @@ class LinearCase(Case):
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """Compare with a dense float64 product made without our own conversions."""
+        """Return errors by name against a dense float64 product, made without our own conversions."""
         named = name_results(self.spec.pass_, self.call(OURS)())
         if self.spec.pass_ == "train":
             with torch.no_grad():
@@ -192,7 +192,10 @@ class LinearCase(Case):
         return errors
 
     def find_fault(self, name: str, call: Call) -> str | None:
-        """Compare a peer's result with float64 if it has our weight; the bound is ten times ours."""
+        """Return what is wrong with a peer's result against float64, or None; the bound is ten times ours.
+
+        Peers without our weight are not compared.
+        """
         rng = np.random.default_rng(0)
         for what, result in name_results(self.spec.pass_, call()).items() if name not in DENSE else ():
             if what == "grad_values":  # in a format of the peer's own

@@ -184,7 +184,7 @@ class LstmCase(Case):
         return loss.detach()
 
     def check(self, seed: int = 0) -> dict[str, float]:
-        """Compare scores and gradients of a small model with the reference in float64."""
+        """Return errors by name of a small model's scores and gradients against the reference in float64."""
         small = LstmCase(self.spec.small(), self.seed, self.device)
         model = small.model(OURS)
         exact = deepcopy(model).double()

@@ -168,7 +168,7 @@ def columns(records: Sequence[Any]) -> Any:
 
 
 def rows(columns: Any) -> list[Any]:
-    """Invert `columns`.
+    """Return the list of dicts that `columns` turned into one dict.
 
     >>> rows({"step": [1, 2], "loss": {"mean": [0.5, 0.25]}})
     [{'step': 1, 'loss': {'mean': 0.5}}, {'step': 2, 'loss': {'mean': 0.25}}]

@@ -159,7 +159,8 @@ def _measure(console: Console, processes: int, json_file: Path | None) -> None:
 
 
 def _gb(size: float) -> str:
-    """
+    """Return a number of bytes in GB as text.
+
     >>> _gb(123_456_000_000), _gb(9_870_000_000), _gb(12_000_000), _gb(0)
     ('123', '9.87', '0.012', '-')
     """

@@ -174,7 +174,7 @@ def _is_batched(tensor: Tensor) -> bool:
 
 
 def _blurred(x: Tensor, size: int) -> Tensor:
-    """Apply a binomial filter to x with circular padding."""
+    """Return x after a binomial filter with circular padding."""
     if size == 1:
         return x
     line = torch.ones(1, dtype=x.dtype, device=x.device)

@@ -207,6 +207,6 @@ def is_linear(axes: Sequence[Axis]) -> bool:
 
 
 def three_axes(axes: Sequence[Axis]) -> list[Axis]:
-    """Prepend axes of one position, because kernels need three axes."""
+    """Return three axes, the first ones with one position if there are fewer: kernels need three."""
     one = Axis(input=1, output=1, kernel=1, stride=1, padding=0, dilation=1)
     return [one] * (3 - len(axes)) + list(axes)

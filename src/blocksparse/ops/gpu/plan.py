@@ -100,7 +100,7 @@ def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
 
 
 def matching(rows: BlockLayout) -> list[tuple[int, int]]:
-    """Pair rows greedily, those that share most blocks of inputs first; a row without partner has -1.
+    """Return pairs of rows, made greedily from those that share most blocks of inputs; -1 is no partner.
 
     >>> import blocksparse as bs
     >>> matching(bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32))

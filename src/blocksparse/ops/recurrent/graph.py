@@ -42,7 +42,7 @@ def _recurrence(
 
 
 def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
-    """Insert None for the tensors that are not given."""
+    """Return the tensors in order, with None where `given` is False."""
     left = iter(tensors)
     return [next(left) if each else None for each in given]
 

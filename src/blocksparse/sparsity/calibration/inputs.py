@@ -152,7 +152,7 @@ def why_unobserved(weight: Prunable) -> str:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Drop repetitions of the same tensor object."""
+    """Return the tensors without repetitions of the same object."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
