@@ -64,7 +64,11 @@ def test_the_density_is_reached_and_training_helps():
     assert len(weights_of(result.model)) == 2
     assert result.density <= 0.26
     assert [point.density for point in result.curve] == sorted((p.density for p in result.curve), reverse=True)
-    assert result.agreement > untrained.agreement + 0.1
+    pruned = bs.sparsify(model, 0.25, 8, force=True)
+    with torch.no_grad():
+        same = (pruned(torch.cat(inputs)).argmax(1) == model(torch.cat(inputs)).argmax(1)).double().mean()
+    assert result.agreement > float(same) + 0.1
+    assert result.agreement > untrained.agreement > float(same)
     assert not result.model.training
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items()), "the model stays"
     assert "density" in str(result)
@@ -111,7 +115,33 @@ def test_evaluate_decides_and_is_in_the_curve():
     metrics = [point.metric for point in result.curve]
     assert metrics[0] == 0
     assert None not in metrics
-    assert metrics == sorted(metrics, reverse=True), "the first of each stage has the highest score"
+    # The first of each stage has the highest score. At the target, that is the model fitted in one shot.
+    assert metrics == [0, -2, -1]
+
+
+def test_the_result_is_never_worse_than_the_model_fitted_in_one_shot(monkeypatch):
+    data = [x for x, _ in labelled()]
+    model = trained(Classifier(), labelled())
+    fitted = bs.compress(model, data, **options(steps=1))
+    step = training.Training._step
+
+    def harmful(self, optimizer):
+        loss = step(self, optimizer)
+        with torch.no_grad():
+            for parameter in self.student.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        return loss
+
+    monkeypatch.setattr(training.Training, "_step", harmful)
+    result = bs.compress(model, data, **options(steps=100))
+    assert result.curve[-1].loss == pytest.approx(fitted.curve[-1].loss, rel=1e-3)
+
+
+def test_few_steps_at_the_target_are_reported(monkeypatch):
+    data = labelled(128)
+    monkeypatch.setattr(stages, "MIN_STEPS", 10**9)
+    with pytest.warns(bs.SparsityWarning, match="only [0-9]+ training steps were left at density 0.5"):
+        bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=0.02)
 
 
 def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, monkeypatch):

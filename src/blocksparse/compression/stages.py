@@ -37,6 +37,12 @@ DEFAULT_MINUTES = 10.0
 # The last stage, at the target density, has at least this fraction of the budget.
 LAST_SHARE = 0.5
 
+# The model is also fitted at the target density, in one shot, if both fits take less than this fraction of the budget.
+FIT_SHARE = 0.3
+
+# With fewer training steps at the target density, a warning is given.
+MIN_STEPS = 20
+
 # Blocks are dropped in this number of steps per stage.
 DROPS = 8
 
@@ -68,7 +74,8 @@ def compress(
     Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
     as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
     are not faster block-sparse on the example stay dense. An eighth of the data, at most 1,024 samples, is held out;
-    the model that is best on it at the target density is returned. A short test finds the learning rates.
+    the model that is best on it at the target density is returned. If the time allows, that is never worse than the
+    model fitted at this density in one shot. A short test finds the learning rates.
 
     Args:
         model: a trained model; it stays as it is.
@@ -167,9 +174,11 @@ class _Run:
         self.curve: list[Point] = []
         self.dense_reasons: dict[str, str] = {}
         self.chosen_names: set[str] = set()
-        self.stage, self.speedup = 0, 0.0
+        self.stage, self.speedup, self.steps_before = 0, 0.0, 0
         self.best: dict[str, Tensor] | None = None
         self.finished: nn.Module | None = None
+        self.fitted: nn.Module | None = None  # the dense model fitted in one shot at the target density
+        self.fitted_point: Point | None = None
         self.best_score = -math.inf
         self.best_point: Point | None = None
 
@@ -188,9 +197,14 @@ class _Run:
                 if not self._choose(model, skip):
                     return self._result(modes)
             ends = stage_ends(len(densities), self.training.budget.used)
-            for stage in range(self.stage, len(densities)):
-                self.stage = stage
-                self._train(densities[stage], ends[stage])
+            while self.stage < len(densities):
+                if self.stage and self._fitted_is_better(self.curve[-1]):
+                    self.stage = len(densities) - 1
+                    self._start_from_fitted()
+                self._train(densities[self.stage], ends[self.stage])
+                self.stage += 1
+            if self._fitted_is_better(self.curve[-1]):
+                self._use_fitted()
         except KeyboardInterrupt:
             if self.best is None and self.finished is not None:  # blocks were being dropped
                 self.training.student = self.finished
@@ -235,18 +249,15 @@ class _Run:
         The first stage fits weights of the dense model to the data. Later ones drop the smallest blocks in several
         steps while they train.
         """
-        budget = self.training.budget
+        budget, is_last = self.training.budget, end == 1.0
         if not any(isinstance(module, BlockSparseModule) for module in self.student.modules()):
-            skip = [weight.name for weight in prunable(self.student, 1) if weight.name not in self.chosen_names]
-            data, dense_student = self.training.data.calibration(), self.student
-            losses = {}
-            with _without_warnings():
-                for batches in (data, None):  # fitted recurrent layers may be worse, as their errors add up over steps
-                    self.training.student = sparsify(
-                        dense_student, density, self.block_size, skip=skip, data=batches, force=True
-                    )
-                    losses[self.training.evaluate()[0]] = self.training.student
-            self.training.student = losses[min(losses)]
+            dense_student, begin = self.student, budget.elapsed
+            self._sparsify(dense_student, density)
+            minutes = budget.elapsed - begin
+            if not is_last and (budget.minutes is None or budget.elapsed + minutes < FIT_SHARE * budget.minutes):
+                student = self.student
+                self._fit_at_target(dense_student)
+                self.training.student = student
         drops: list[Drop] = []
         before = density_of(self.student)
         if before > density * (1 + DENSITY_TOLERANCE):
@@ -254,20 +265,81 @@ class _Run:
             drops = [partial(self._drop, each) for each in steps]
         else:
             self._record(*self.training.evaluate())
+        self.steps_before = budget.spent_steps
         if budget.used < end:
             rate = self._find_rate(density if drops else None)
-            self.training.train_stage(end, rate, drops, self._record)
+            self.steps_before = budget.spent_steps
+            if self.training.train_stage(end, rate, drops, self._check):
+                self._start_from_fitted()
+                self.training.train_stage(end, self._find_rate(None), [], self._check)
         else:
             for drop in drops:
                 drop(None)
             self._record(*self.training.evaluate())
-            if end == 1.0 and budget.spent_steps == 0:
-                warnings.warn(
-                    f"compress: no time to train was left after fitting ({budget.elapsed:.1f} minutes): the model is "
-                    f"fitted to the data only; give more minutes than {budget.minutes:.3g}",
-                    SparsityWarning,
-                    stacklevel=5,
-                )
+        count = budget.spent_steps - self.steps_before
+        if is_last and budget.minutes is not None and count < MIN_STEPS:
+            was = f"only {count} training steps were" if count else "no time to train was"
+            warnings.warn(
+                f"compress: {was} left at density {density:.3g} after {budget.elapsed:.1f} minutes: give more "
+                f"minutes than {budget.minutes:.3g}, or smaller batches",
+                SparsityWarning,
+                stacklevel=5,
+            )
+        self._finish_stage()
+
+    def _sparsify(self, dense_student: nn.Module, density: float) -> tuple[float, float]:
+        """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
+
+        Fitted recurrent layers may be worse, as their errors add up over steps.
+        """
+        skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.chosen_names]
+        results = []
+        with _without_warnings():
+            for batches in (self.training.data.calibration(), None):
+                student = sparsify(dense_student, density, self.block_size, skip=skip, data=batches, force=True)
+                self.training.student = student
+                results.append((self.training.evaluate(), student))
+        best, self.training.student = min(results, key=lambda result: result[0][0])
+        return best
+
+    def _fit_at_target(self, dense_student: nn.Module) -> None:
+        """Fit the dense model at the target density, as a lower bound for what training in stages has to reach."""
+        loss, agreed = self._sparsify(dense_student, self.target)
+        self.fitted = self.student
+        speedup = speedup_of(self.student, self.dense_model, self.example)
+        minutes = self.training.budget.elapsed
+        self.fitted_point = Point(density_of(self.student), speedup, agreed, loss, self._metric(), minutes)
+
+    def _fitted_is_better(self, point: Point) -> bool:
+        """Return whether the model fitted at the target density is better than a point of the curve."""
+        if self.fitted_point is None or self.fitted_point.loss is None or point.loss is None:
+            return False
+        return _score(self.fitted_point.loss, self.fitted_point.metric) > _score(point.loss, point.metric)
+
+    def _start_from_fitted(self) -> None:
+        """Train the model fitted at the target density from now on; it is the best of the stage so far."""
+        point = self.fitted_point
+        assert self.fitted is not None
+        assert point is not None
+        assert point.loss is not None
+        self.training.student, self.speedup = copy_model(self.fitted), point.speedup
+        self.steps_before = self.training.budget.spent_steps
+        self.best, self.best_point = copy_state(self.fitted), point
+        self.best_score = _score(point.loss, point.metric)
+
+    def _check(self, loss: float, agreed: float) -> bool:
+        """Keep the student's state if it is the best; return whether to start from the fitted model instead."""
+        self._record(loss, agreed)
+        at_target = density_of(self.student) <= self.target * (1 + DENSITY_TOLERANCE)
+        return at_target and self.best_point is not None and self._fitted_is_better(self.best_point)
+
+    def _use_fitted(self) -> None:
+        """Replace the last point of the curve, and its model, by those fitted at the target density."""
+        assert self.fitted is not None
+        assert self.fitted_point is not None
+        self.training.student, self.best, self.best_point = self.fitted, copy_state(self.fitted), self.fitted_point
+        self.curve.pop()
+        self._save()
         self._finish_stage()
 
     def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
@@ -275,7 +347,7 @@ class _Run:
         skip = [weight.name for weight in prunable(self.student, 1)]
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
             sparsify(self.student, density, skip=skip, force=True, inplace=True, optimizer=optimizer)
-        self.speedup = 0.0
+        self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
 
     def _find_rate(self, density: float | None) -> float:
         """Return the learning rate that trains the student best after it is pruned to a density."""
@@ -292,7 +364,7 @@ class _Run:
         """Keep the student's state if it is the best of its stage, and save the run."""
         self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
         metric = self._metric()
-        score = -loss if metric is None else metric
+        score = _score(loss, metric)
         if self.best is None or score > self.best_score:
             self.best, self.best_score = copy_state(self.student), score
             minutes = self.training.budget.elapsed
@@ -382,8 +454,13 @@ class _Run:
         self.curve, self.best_point = [Point(**point) for point in about["curve"]], Point(**about["best"])
         self.best = copy_state(self.student)
         best = about["best"]
-        self.best_score = -best["loss"] if best["metric"] is None else best["metric"]
+        self.best_score = _score(best["loss"], best["metric"])
         return True
+
+
+def _score(loss: float, metric: float | None) -> float:
+    """Return the score by which models are compared: the metric of `evaluate`, or the negative loss without one."""
+    return -loss if metric is None else metric
 
 
 @contextmanager

@@ -175,15 +175,19 @@ class Training:
     # -- steps ------------------------------------------------------------------------------------------------
 
     def train_stage(
-        self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], None]
-    ) -> None:
+        self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], bool]
+    ) -> bool:
         """Train until the fraction `end` of the budget is used, with a warm-up and a cosine decay of the rate.
 
         Args:
             end: the fraction of the budget, in 0..1.
             rate: the highest learning rate.
             drops: functions that drop blocks of the student, called one after the other in the first part of the stage.
-            on_check: called with held-out loss and agreement, several times after the last drop.
+            on_check: called with held-out loss and agreement, several times after the last drop. If it returns True,
+                the stage ends there.
+
+        Returns:
+            whether `on_check` ended the stage.
         """
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
         optimizer, good = self._optimizer(rate), copy_state(self.student)
@@ -213,23 +217,27 @@ class Training:
                 self._show(loss)
                 if dropped == len(drops) and done * CHECKS >= checks + 1:
                     checks = int(done * CHECKS)
-                    on_check(*self.evaluate())
+                    if on_check(*self.evaluate()):
+                        return True
                     good = copy_state(self.student)
         for drop in drops[dropped:]:
             drop(optimizer)
         on_check(*self.evaluate())
+        return False
 
     def find_rate(self, share: float) -> float:
         """Try each of RATES for a few steps and return the one with the lowest held-out loss.
 
-        The student's state is restored. If there are too few steps for a test, the default rate is returned untested.
+        The student's state is restored. If no rate reduces the loss, the smallest is returned. If there are too few
+        steps for a test, the default rate is returned untested.
 
         Args:
             share: fraction of the budget that this may use.
         """
         if self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES):
             return DEFAULT_RATE
-        begin, state, losses = self.budget.used, copy_state(self.student), {}
+        before, losses = self.evaluate()[0], {}
+        begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
             with training_mode(self.student, sample_count(self.data.train[0])):
@@ -240,7 +248,8 @@ class Training:
                         break
             losses[rate] = self.evaluate()[0]
             self.student.load_state_dict(state)
-        return min(losses, key=lambda rate: losses[rate])
+        best = min(losses, key=lambda rate: losses[rate])
+        return best if losses[best] < before else RATES[0]
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
