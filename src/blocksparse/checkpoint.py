@@ -326,6 +326,14 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def checksum_of(tensors: Iterable[Tensor]) -> str:
+    """Return the CRC-32 of tensors, one after the other, as 8 hexadecimal digits."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(_bytes(tensor), checksum)
+    return f"{checksum:08x}"
+
+
 def _checksum(data: bytes | memoryview) -> str:
     """Return the CRC-32 as 8 hexadecimal digits."""
     return f"{zlib.crc32(data):08x}"

@@ -12,6 +12,7 @@ import blocksparse as bs
 from blocksparse.compression import stages, training
 from blocksparse.compression.stages import stage_densities, stage_ends
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.sparsity import distillation
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +76,76 @@ def test_the_density_is_reached_and_training_helps():
     assert result.report.rows
 
 
+@pytest.mark.parametrize("sizes", [(32, 1, 17, 32, 2, 32), (32, 0, 32, 32, 32), (32, 32, 32, 0)], ids=str)
+def test_batches_of_several_sizes(sizes):
+    result = bs.compress(Classifier().eval(), [torch.randn(size, 32) for size in sizes], **options())
+    assert result.density <= 0.26
+
+
+def test_the_given_model_is_not_called():
+    class Counter(Classifier):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model, data = Counter(), labelled(128)
+    result = bs.compress(model, data, **options(skip=[model.last]))
+    bs.tradeoff(model, data, densities=[0.5], block_size=8, skip=model.last)
+    assert model.calls == 0
+    assert [name for name, module in result.model.named_modules() if isinstance(module, BlockSparseModule)] == ["first"]
+    assert all(parameter.grad is None for parameter in result.model.parameters())
+
+
+def test_layers_that_are_sparse_already_stay():
+    model = Classifier().eval()
+    model.last = bs.nn.Linear(64, 8, block_size=8, density=0.5)
+    result = bs.compress(model, labelled(128), **options())
+    assert result.model.last.layout.density == 0.5
+    assert result.model.first.layout.density == result.density == 0.25
+
+
+def test_frozen_weights_lose_blocks_too():
+    model = Classifier().eval().requires_grad_(False)
+    model.last.bias.requires_grad_(True)
+    result = bs.compress(model, labelled(128), **options())
+    assert result.density <= 0.26
+    assert [name for name, each in result.model.named_parameters() if each.requires_grad] == ["last.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    data = [(x.to(dtype), y) for x, y in labelled(128)]
+    result = bs.compress(Classifier().to(dtype).eval(), data, **options())
+    assert result.density <= 0.26
+    assert all(each.isfinite().all() for each in result.model.state_dict().values())
+    assert result.agreement > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tensors_made_in_inference_mode(inside):
+    with torch.inference_mode():
+        model, data = Classifier().eval(), labelled(128)
+    with torch.inference_mode(inside):
+        result = bs.compress(model, data, **options())
+    assert result.density <= 0.26
+    assert not any(each.is_inference() for each in result.model.parameters())
+
+
+@pytest.mark.parametrize("label", [-1, -100, 99])
+def test_labels_without_a_class(label):
+    data = labelled(128)
+    data[0][1][3] = label
+    data[1][1].fill_(label)
+    data[2] = (data[2][0], data[2][1].int())
+    assert bs.compress(Classifier().eval(), data, **options()).density <= 0.26
+
+
 def test_schedules():
     assert stage_densities(0.25) == [0.5, 0.25]
     assert stage_densities(0.9) == [0.9]
+    assert stage_densities(1e-320)[-1] == 1e-320
     assert stage_ends(1) == [1.0]
     assert stage_ends(3) == [0.25, 0.5, 1.0]
     assert stage_ends(3, begin=0.6) == pytest.approx([0.6, 0.6, 1.0]), "a resumed run"
@@ -144,6 +212,12 @@ def test_few_steps_at_the_target_are_reported(monkeypatch):
         bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=0.02)
 
 
+def test_an_evaluation_that_is_nan_is_the_worst():
+    scores = itertools.cycle([torch.nan, 0.5])
+    result = bs.compress(Classifier().eval(), labelled(128), **options(), evaluate=lambda model: next(scores))
+    assert [point.metric for point in result.curve[1:]] == [0.5, 0.5]
+
+
 def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, monkeypatch):
     data = labelled()
     model = trained(Classifier(), data)
@@ -169,6 +243,29 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     assert (tmp_path / "curve.json").is_file()
     with pytest.raises(bs.BlockSparseError, match="folder: expected a run with"):
         bs.compress(model, data, **options(density=0.5, folder=tmp_path))
+    with pytest.raises(bs.BlockSparseError, match="folder: expected a run with"):
+        bs.compress(Classifier().eval(), data, **options(steps=600, folder=tmp_path))
+    evaluated = bs.compress(model, data, **options(steps=600, folder=tmp_path, evaluate=lambda model: -5.0))
+    assert evaluated.metric == -5
+    assert "metric" in str(evaluated)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    def save(path, tensors, about):
+        raise bs.BlockSparseError(f"{path}: no space left")
+
+    monkeypatch.setattr(stages.checkpoint, "save", save)
+    with pytest.warns(bs.SparsityWarning, match="no space left") as warned:
+        result = bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+    assert len(warned) == 1
+    assert result.density <= 0.26
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder to write"):
+            bs.compress(Classifier().eval(), labelled(128), **options(folder=folder))
 
 
 def test_a_loss_that_is_not_finite_takes_the_training_back(monkeypatch):
@@ -210,20 +307,32 @@ class Pair(nn.Module):
         return torch.zeros(len(x), 3), x
 
 
+class Detached(Classifier):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
 BAD = [
     ({"data": [torch.randn(8, 32)]}, "data: expected two batches or more"),
     ({"data": torch.randn(8, 32)}, "batches: expected an iterable of batches"),
     ({"data": [torch.randn(8, 5)] * 3}, "a batch of"),
     ({"data": [torch.full((8, 32), torch.nan)] * 3}, "teacher: expected finite outputs"),
+    (
+        {"data": [torch.randn(8, 32)] * 3 + [torch.full((8, 32), torch.nan)] + [torch.randn(8, 32)] * 8, "steps": 1},
+        "teacher: expected finite outputs for all data, got inf or nan in output for batch 3",
+    ),
     ({"density": 0}, "density"),
     ({"density": 1.5}, "density"),
     ({"steps": 0}, "steps"),
     ({"minutes": -1, "steps": None}, "minutes"),
     ({"minutes": 1}, "give one of them"),
     ({"teacher": Pair()}, "teacher: expected outputs of the model's shapes"),
+    ({"teacher": lambda x: x}, "teacher: expected a torch.nn.Module"),
+    ({"loss": lambda output, batch: batch[1].missing}, "loss: expected a function of the output and the batch"),
     ({"loss": lambda output, batch: 3.0}, "loss: expected a function that returns a tensor"),
     ({"evaluate": lambda model: "good"}, "evaluate: expected a function that returns a number"),
     ({"model": nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)}, "requires_grad_"),
+    ({"model": Detached().eval()}, "model: expected parameters to train that its outputs depend on"),
     ({"model": nn.Sequential(nn.Conv1d(32, 32, 1, groups=4))}, "weights that can become block-sparse|batch"),
 ]
 
@@ -259,6 +368,21 @@ def test_each_loss_is_zero_for_equal_outputs_only(kind):
     equal = bs.sparsity.Distillation(model, model, output=kind)(x)
     assert abs(float(equal)) < 1e-5
     assert float(bs.sparsity.Distillation(model, other, output=kind)(x)) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["kl", "probabilities", "binary", "cosine", "mse"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)], ids=str)
+def test_each_loss_compares_two_dtypes(kind, dtypes):
+    x = torch.rand(6, 5).softmax(1)
+    loss, score = ((f)(x.to(dtypes[0]), x.to(dtypes[1]), kind) for f in (distillation.compare, distillation.agreement))
+    assert abs(float(loss)) < 1e-3
+    assert score > 0.99
+
+
+def test_the_agreement_on_a_constant():
+    target = torch.full((4, 1), 2.0)
+    assert distillation.agreement(target, target, "mse") == 1
+    assert distillation.agreement(target + 1, target, "mse") == 0.75
 
 
 def test_outputs_are_recognized():
@@ -303,6 +427,13 @@ def test_zeros_decide_the_layout():
     assert bs.from_zeros(layer, 8, force=True).layout.block_shape == (8, 8)
     assert bs.from_zeros(layer, (8, 4), force=True).layout.block_shape == (8, 4)
     assert isinstance(layer, nn.Linear)
+
+
+def test_a_weight_of_zeros_is_reported():
+    layer = nn.Linear(64, 64)
+    nn.init.zeros_(layer.weight)
+    with pytest.warns(bs.SparsityWarning, match="all its values are 0"):
+        assert isinstance(bs.from_zeros(layer), nn.Linear)
 
 
 def test_zeros_in_single_values_are_reported():

@@ -17,6 +17,7 @@ from ..sparsity.calibration.calibrate import (
     batch_error,
     check_batches,
     count_positional,
+    describe,
     values_of,
 )
 
@@ -29,8 +30,15 @@ HELD_OUT_EVERY, MAX_HELD_OUT = 8, 1024
 # Weights are fitted on at most this number of samples.
 MAX_CALIBRATION = 384
 
+# The label of rows that cross-entropy ignores.
+IGNORED = -100
+
 Loss = Callable[[Any, Any], Tensor]
 """A function of (the model's output, the batch) that returns the task loss."""
+
+
+# A batch counts as this number of bytes at least, so that endless ones without tensors end too.
+MIN_BYTES = 2**12
 
 
 def sample_count(batch: Any) -> int:
@@ -52,7 +60,7 @@ class Data:
 
     @classmethod
     def read(cls, data: Batches) -> Data:
-        """Read batches up to 1 GiB, and hold some out.
+        """Read batches up to 1 GiB without the empty ones, and hold some out.
 
         Raises:
             BlockSparseError: fewer than two batches.
@@ -60,8 +68,9 @@ class Data:
         check_batches(data)
         batches, size = [], 0
         for batch in data:
-            batches.append(batch)
-            size += byte_count(batch)
+            if sample_count(batch):
+                batches.append(_trainable(batch))
+            size += max(byte_count(batch), MIN_BYTES)
             if size >= MAX_BYTES:
                 break
         if len(batches) < 2:
@@ -126,7 +135,11 @@ class BatchReader:
     def task_loss(self, output: Any, batch: Any) -> Tensor | None:
         """Return the task loss of an output, or None if the batch has no labels and the output no loss."""
         if self.loss is not None:
-            loss = self.loss(output, batch)
+            try:
+                loss = self.loss(output, batch)
+            except Exception as error:  # the user's function may raise anything
+                got = f"{type(error).__name__}: {error}, for a batch of {describe(batch)}"
+                raise BlockSparseError.expected("loss", "a function of the output and the batch", got) from error
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise BlockSparseError.expected("loss", "a function that returns a tensor of one number", type(loss))
             return loss
@@ -139,16 +152,33 @@ class BatchReader:
             return None
         if not _are_classes(labels[0], output):
             return None
-        return F.cross_entropy(output.flatten(0, -2), labels[0].to(output.device).flatten())
+        return F.cross_entropy(output.flatten(0, -2), labels[0].long().to(output.device).flatten())
+
+
+def is_finite(batch: Any) -> bool:
+    """Return whether the floating-point tensors of a batch are finite."""
+    tensors = [each for each in values_of(batch) if isinstance(each, Tensor) and each.is_floating_point()]
+    return all(bool(each.isfinite().all()) for each in tensors)
+
+
+def _trainable(batch: Any) -> Any:
+    """Return a batch with copies of tensors that were made in inference mode, as autograd does not accept these."""
+
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+    if not any(isinstance(each, Tensor) and each.is_inference() for each in values_of(batch)):
+        return batch
+    if isinstance(batch, Mapping):
+        return {name: copy(value) for name, value in batch.items()}
+    return copy(batch) if isinstance(batch, Tensor) else [copy(value) for value in batch]
 
 
 def _are_classes(labels: Any, output: Tensor) -> bool:
-    """Return whether `labels` could be the classes of the rows of an output `[..., classes]`."""
-    return (
-        isinstance(labels, Tensor)
-        and labels.dtype == torch.int64
-        and output.dim() > 1
-        and labels.shape == output.shape[:-1]
-        and labels.numel() > 0
-        and int(labels.max()) < output.shape[-1]
-    )
+    """Return whether `labels` could be the classes of the rows of an output `[..., classes]`; -100 is no class."""
+    if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32, torch.uint8):
+        return False
+    if output.dim() < 2 or labels.shape != output.shape[:-1]:
+        return False
+    classes = labels[labels != IGNORED]
+    return classes.numel() > 0 and 0 <= int(classes.min()) <= int(classes.max()) < output.shape[-1]

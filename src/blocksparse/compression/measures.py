@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,20 @@ def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
-def density_of(model: nn.Module) -> float:
-    """Return the density of all block-sparse weights taken together; 1 if there is none."""
-    weights = [module for module in model.modules() if isinstance(module, BlockSparseModule) and module.layout.nnz]
+def sparse_modules(model: nn.Module) -> set[str]:
+    """Return the names of the block-sparse modules."""
+    return {name for name, module in model.named_modules() if isinstance(module, BlockSparseModule)}
+
+
+def density_of(model: nn.Module, without: Collection[str] = ()) -> float:
+    """Return the density of all block-sparse weights taken together; 1 if there is none.
+
+    Args:
+        model: the model.
+        without: names of modules that do not count.
+    """
+    modules = (module for name, module in model.named_modules() if name not in without)
+    weights = [module for module in modules if isinstance(module, BlockSparseModule) and module.layout.nnz]
     dense = sum(module.values.numel() / module.layout.density for module in weights)
     return sum(module.values.numel() for module in weights) / dense if weights else 1.0
 

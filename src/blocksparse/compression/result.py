@@ -101,7 +101,7 @@ class CompressionResult:
 
 def curve_table(points: Sequence[Point]) -> str:
     """Return points as the text of a table."""
-    has_metric = points[0].metric is not None
+    has_metric = any(point.metric is not None for point in points)
     head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes':>9}" + f"{'metric':>10}" * has_metric
     lines = [
         f"{point.density:>8.3g}{point.speedup:>10.2f}{point.agreement:>11.4f}{point.minutes:>9.1f}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ from ..conversion.sparsify import DENSITY_TOLERANCE, select_blocks, sparsify, su
 from ..conversion.speed import Example, keep_faster
 from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
 from ..files import path_of
-from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
 from ..surgery.model_tools import copy_model
-from ..surgery.prunable import Skip, prunable
+from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data, Loss
-from .measures import density_of, first_example, speedup_of
+from .measures import density_of, first_example, sparse_modules, speedup_of
 from .modes import evaluation_mode
 from .result import CompressionResult, Point
 from .training import RATE_SHARE, Budget, Drop, Training, copy_state
@@ -52,6 +52,7 @@ BEST = "best.safetensors"
 Evaluate = Callable[[nn.Module], float]
 
 
+@torch.inference_mode(False)
 def compress(
     model: nn.Module,
     data: Batches,
@@ -91,7 +92,7 @@ def compress(
         evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
             the best, and its results are in the curve.
         folder: folder for the best model so far, `best.safetensors` (see `load_sparsified`), and `curve.json`. If it
-            has a model of an interrupted run, the run resumes from it.
+            has a model of an interrupted run of the same model, the run resumes from it.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
@@ -103,8 +104,8 @@ def compress(
     Raises:
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
             does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
-            to train, or a folder of another run. A `SparsityWarning` says if nothing became sparse, the density was
-            not reached, or the budget was too short to train.
+            to train, or a folder of another run or one that cannot be written. A `SparsityWarning` says if nothing
+            became sparse, the density was not reached, the budget was too short to train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -125,6 +126,7 @@ def compress(
         minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
+    output_folder = None if folder is None else _make_writable(path_of("folder", folder))
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
@@ -140,15 +142,26 @@ def compress(
         block_size=block_size,
         example=example,
         evaluate=evaluate,
-        folder=None if folder is None else path_of("folder", folder),
+        folder=output_folder,
     )
     run.training.check()
-    return run.run(model, skip)
+    return run.run(skip_by_name(model, skip))
+
+
+def _make_writable(folder: Path) -> Path:
+    """Create a folder if it does not exist, check that files can be written to it, and return it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        expected = "a folder to write the best model to"
+        raise BlockSparseError.expected("folder", expected, f"{folder}: {error.strerror or error}") from error
 
 
 def stage_densities(density: float) -> list[float]:
     """Return the density of each stage: about half of the one before, and `density` in the last stage."""
-    count = max(1, round(math.log2(1 / density)))
+    count = max(1, round(-math.log2(density)))
     return [density ** ((stage + 1) / count) for stage in range(count)]
 
 
@@ -174,6 +187,8 @@ class _Run:
         self.curve: list[Point] = []
         self.dense_reasons: dict[str, str] = {}
         self.chosen_names: set[str] = set()
+        self.sparse_before = sparse_modules(self.dense_model)
+        self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
         self.best: dict[str, Tensor] | None = None
         self.finished: nn.Module | None = None
@@ -186,15 +201,15 @@ class _Run:
     def student(self) -> nn.Module:
         return self.training.student
 
-    def run(self, model: nn.Module, skip: Skip) -> CompressionResult:
-        """Run the stages that are left and return the result; `skip` refers to weights of `model`, the user's."""
+    def run(self, skip: Skip) -> CompressionResult:
+        """Run the stages that are left and return the result."""
         modes = {name: module.training for name, module in self.student.named_modules()}
         densities, resumed = stage_densities(self.target), self._resume()
         try:
             if not resumed:
                 loss, agreed = self.training.evaluate()
                 self.curve.append(Point(1.0, 1.0, agreed, loss, self._metric(), self.training.budget.elapsed))
-                if not self._choose(model, skip):
+                if not self._choose(skip):
                     return self._result(modes)
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
@@ -222,8 +237,9 @@ class _Run:
 
     # -- stages -----------------------------------------------------------------------------------------------
 
-    def _choose(self, model: nn.Module, skip: Skip) -> bool:
+    def _choose(self, skip: Skip) -> bool:
         """Choose the weights that are faster block-sparse on the example, and return whether there are any."""
+        model = self.dense_model
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
@@ -250,16 +266,17 @@ class _Run:
         steps while they train.
         """
         budget, is_last = self.training.budget, end == 1.0
-        if not any(isinstance(module, BlockSparseModule) for module in self.student.modules()):
+        if sparse_modules(self.student) == self.sparse_before:
             dense_student, begin = self.student, budget.elapsed
             self._sparsify(dense_student, density)
+            self.training.forget_targets()
             minutes = budget.elapsed - begin
             if not is_last and (budget.minutes is None or budget.elapsed + minutes < FIT_SHARE * budget.minutes):
                 student = self.student
                 self._fit_at_target(dense_student)
                 self.training.student = student
         drops: list[Drop] = []
-        before = density_of(self.student)
+        before = self._density()
         if before > density * (1 + DENSITY_TOLERANCE):
             steps = [before * (density / before) ** ((step + 1) / DROPS) for step in range(DROPS)]
             drops = [partial(self._drop, each) for each in steps]
@@ -308,7 +325,7 @@ class _Run:
         self.fitted = self.student
         speedup = speedup_of(self.student, self.dense_model, self.example)
         minutes = self.training.budget.elapsed
-        self.fitted_point = Point(density_of(self.student), speedup, agreed, loss, self._metric(), minutes)
+        self.fitted_point = Point(self._density(), speedup, agreed, loss, self._metric(), minutes)
 
     def _fitted_is_better(self, point: Point) -> bool:
         """Return whether the model fitted at the target density is better than a point of the curve."""
@@ -330,7 +347,7 @@ class _Run:
     def _check(self, loss: float, agreed: float) -> bool:
         """Keep the student's state if it is the best; return whether to start from the fitted model instead."""
         self._record(loss, agreed)
-        at_target = density_of(self.student) <= self.target * (1 + DENSITY_TOLERANCE)
+        at_target = self._density() <= self.target * (1 + DENSITY_TOLERANCE)
         return at_target and self.best_point is not None and self._fitted_is_better(self.best_point)
 
     def _use_fitted(self) -> None:
@@ -342,9 +359,13 @@ class _Run:
         self._save()
         self._finish_stage()
 
+    def _density(self) -> float:
+        """Return the density of the student's weights that were dense before."""
+        return density_of(self.student, self.sparse_before)
+
     def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
         """Drop the smallest blocks of the student down to a density; the optimizer, if any, trains the others on."""
-        skip = [weight.name for weight in prunable(self.student, 1)]
+        skip = [*(weight.name for weight in prunable(self.student, 1)), *self.sparse_before]
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
             sparsify(self.student, density, skip=skip, force=True, inplace=True, optimizer=optimizer)
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
@@ -368,9 +389,9 @@ class _Run:
         if self.best is None or score > self.best_score:
             self.best, self.best_score = copy_state(self.student), score
             minutes = self.training.budget.elapsed
-            self.best_point = Point(density_of(self.student), self.speedup, agreed, loss, metric, minutes)
+            self.best_point = Point(self._density(), self.speedup, agreed, loss, metric, minutes)
             self.training.label = (
-                f"density {density_of(self.student):.3g}, {self.speedup:.2f} times as fast, agreement {agreed:.2%}"
+                f"density {self._density():.3g}, {self.speedup:.2f} times as fast, agreement {agreed:.2%}"
             )
         self._save()
 
@@ -397,8 +418,10 @@ class _Run:
         """Restore the student's modes, write the curve, and return the result."""
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)
+        self.student.zero_grad()
         if self.folder is not None:
-            checkpoint.write_text(self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()}))
+            path, text = self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()})
+            self._write(lambda: checkpoint.write_text(path, text))
         return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example)
 
     # -- measures ---------------------------------------------------------------------------------------------
@@ -423,8 +446,7 @@ class _Run:
         """Write the best model and the state to resume from."""
         if self.folder is None or self.best is None or self.best_point is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        budget = self.training.budget
+        path, best, budget = self.folder / BEST, self.best, self.training.budget
         about = {
             "compress": self._settings(),
             "stage": self.stage,
@@ -434,11 +456,25 @@ class _Run:
             "curve": self._curve(),
             "best": asdict(self.best_point),
         }
-        checkpoint.save(self.folder / BEST, self.best, about)
+        self._write(lambda: checkpoint.save(path, best, about))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write a file; warn if it fails for the first time, because the run may take its time to the end."""
+        try:
+            write()
+        except BlockSparseError as error:
+            if not self.is_disk_full:
+                warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=6)
+            self.is_disk_full = True
 
     def _settings(self) -> dict[str, Any]:
         size = self.block_size
-        return {"density": self.target, "block_size": list(size) if isinstance(size, tuple | list) else size}
+        tensors = [each for each in self.dense_model.state_dict().values() if isinstance(each, Tensor)]
+        return {
+            "density": self.target,
+            "block_size": list(size) if isinstance(size, tuple | list) else size,
+            "model": checkpoint.checksum_of(tensors),
+        }
 
     def _resume(self) -> bool:
         """Load the best model of the folder and the state of its run; return whether there was one."""
@@ -446,21 +482,25 @@ class _Run:
             return False
         state, about = checkpoint.load(self.folder / BEST)
         if about.get("compress") != self._settings():
-            expected = f"a run with {self._settings()} (use another folder)"
+            expected = f"a run with {self._settings()}, with the model's checksum (use another folder)"
             raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
         self.training.student = load_sparsified(self.student, state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
         self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
         self.curve, self.best_point = [Point(**point) for point in about["curve"]], Point(**about["best"])
+        self.training.forget_targets()
         self.best = copy_state(self.student)
-        best = about["best"]
-        self.best_score = _score(best["loss"], best["metric"])
+        if (self.best_point.metric is None) != (self.evaluate is None):
+            self.best_point = replace(self.best_point, metric=self._metric())
+        self.best_score = _score(self.best_point.loss, self.best_point.metric)
         return True
 
 
-def _score(loss: float, metric: float | None) -> float:
+def _score(loss: float | None, metric: float | None) -> float:
     """Return the score by which models are compared: the metric of `evaluate`, or the negative loss without one."""
-    return -loss if metric is None else metric
+    if metric is None:
+        return -math.inf if loss is None else -loss
+    return -math.inf if math.isnan(metric) else metric
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from ..errors import BlockSparseError, Page, SparsityWarning
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.calibrate import Batches, progress
 from ..sparsity.distillation import Distillation, agreement
-from ..surgery.prunable import Skip, prunable
+from ..surgery.model_tools import copy_model
+from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data
 from .measures import call_arguments, density_of, first_example, speedup_of
 from .modes import evaluation_mode
@@ -147,6 +148,7 @@ def tradeoff(
         >>> [layer.name for layer in measured.layers][0], measured.points[0].density
         ('0', 1.0)
     """
+    skip, model = skip_by_name(model, skip), copy_model(model)
     targets = [number("densities", density, 0, 1) for density in densities]
     read = Data.read(data)
     reader = BatchReader(model)

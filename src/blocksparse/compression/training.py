@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
-from .batches import MAX_BYTES, BatchReader, Data, byte_count, sample_count
+from .batches import MAX_BYTES, BatchReader, Data, byte_count, is_finite, sample_count
 from .modes import evaluation_mode, training_mode
 
 # The learning rates of the range test, its maximum number of steps with each, and its maximum share of the budget.
@@ -144,8 +144,15 @@ class Training:
         task_loss = self.reader.task_loss(result.output, batch)
         return loss if task_loss is None else loss + task_loss, result, targets
 
+    def forget_targets(self) -> None:
+        """Clear the cache, because other layers are compared from now on."""
+        self._targets, self._bytes = {}, 0
+
     def check(self) -> None:
-        """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch."""
+        """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch.
+
+        Data that are not finite are an error now, not after minutes, if the teacher's outputs are not finite for them.
+        """
         args, kwargs = self.reader.arguments(self.data.held_out[0])
         with torch.no_grad(), evaluation_mode(self.student):
             try:
@@ -153,6 +160,10 @@ class Training:
             except Exception as error:  # the user's module may raise anything
                 raise batch_error(self.student, self.data.held_out[0], error) from error
         check_same_outputs(result.tensors, self.targets(0, held_out=True).tensors)
+        for held_out, batches in ((False, self.data.train), (True, self.data.held_out)):
+            for index, batch in enumerate(batches):
+                if not is_finite(batch):
+                    self.targets(index, held_out=held_out)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
@@ -191,35 +202,34 @@ class Training:
         """
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
         optimizer, good = self._optimizer(rate), copy_state(self.student)
-        with training_mode(self.student, sample_count(self.data.train[0])):
-            while (used := self.budget.used) < end:
-                done = (used - begin) / (end - begin)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
-                if dropped < len(drops) and done * len(drops) >= dropped * DROP_SHARE:
-                    drops[dropped](optimizer)
-                    dropped += 1
-                    good = copy_state(self.student)
-                loss = self._step(optimizer)
-                if not math.isfinite(loss):
-                    cuts += 1
-                    if cuts > MAX_CUTS:
-                        warnings.warn(
-                            f"compress: this stage ends at {done:.0%}: losses or gradients are not finite, even with a "
-                            f"learning rate of {rate:.1g}. Try other data, loss= or skip=.",
-                            SparsityWarning,
-                            stacklevel=6,
-                        )
-                        break
-                    rate *= RATE_CUT
-                    self.student.load_state_dict(good)
-                    optimizer = self._optimizer(rate)
-                self._show(loss)
-                if dropped == len(drops) and done * CHECKS >= checks + 1:
-                    checks = int(done * CHECKS)
-                    if on_check(*self.evaluate()):
-                        return True
-                    good = copy_state(self.student)
+        while (used := self.budget.used) < end:
+            done = (used - begin) / (end - begin)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
+            if dropped < len(drops) and done * len(drops) >= dropped * DROP_SHARE:
+                drops[dropped](optimizer)
+                dropped += 1
+                good = copy_state(self.student)
+            loss = self._step(optimizer)
+            if not math.isfinite(loss):
+                self.student.load_state_dict(good)
+                optimizer = self._optimizer(rate)
+                cuts += 1
+                if cuts > MAX_CUTS:
+                    warnings.warn(
+                        f"compress: this stage ends at {done:.0%}: losses or gradients are not finite, even with a "
+                        f"learning rate of {rate:.1g}. Try other data, loss= or skip=.",
+                        SparsityWarning,
+                        stacklevel=6,
+                    )
+                    break
+                rate *= RATE_CUT
+            self._show(loss)
+            if dropped == len(drops) and done * CHECKS >= checks + 1:
+                checks = int(done * CHECKS)
+                if on_check(*self.evaluate()):
+                    return True
+                good = copy_state(self.student)
         for drop in drops[dropped:]:
             drop(optimizer)
         on_check(*self.evaluate())
@@ -240,20 +250,22 @@ class Training:
         begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
-            with training_mode(self.student, sample_count(self.data.train[0])):
-                for step in range(RATE_STEPS):
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate * min(1.0, (step + 1) / 5)
-                    if not math.isfinite(self._step(optimizer)) or self.budget.used >= end:
-                        break
+            for step in range(RATE_STEPS):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * min(1.0, (step + 1) / 5)
+                if not math.isfinite(self._step(optimizer)) or self.budget.used >= end:
+                    break
             losses[rate] = self.evaluate()[0]
             self.student.load_state_dict(state)
         best = min(losses, key=lambda rate: losses[rate])
         return best if losses[best] < before else RATES[0]
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, rate, weight_decay=0.0)
+        # Frozen parameters are among them, because an optimizer has to have all weights that lose blocks.
+        trained = [parameter for parameter in self.student.parameters() if parameter.is_floating_point()]
+        # In float16 the usual 1e-8 would be 0.
+        eps = max([1e-8, *(torch.finfo(each.dtype).tiny for each in trained)])
+        return torch.optim.AdamW(trained, rate, weight_decay=0.0, eps=eps)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> float:
         """Take an optimizer step on the next batch and return the loss.
@@ -263,10 +275,14 @@ class Training:
         if not self._order:
             self._order = torch.randperm(len(self.data.train), generator=self.generator).tolist()
         optimizer.zero_grad()
-        with torch.enable_grad():
-            loss, _, _ = self.loss(self._order.pop())
+        index = self._order.pop()
+        with torch.enable_grad(), training_mode(self.student, sample_count(self.data.train[index])):
+            loss, _, _ = self.loss(index)
             if not loss.isfinite():
                 return math.nan
+            if not loss.requires_grad:
+                expected = "parameters to train that its outputs depend on, with gradients"
+                raise BlockSparseError.expected("model", expected, "outputs without a gradient")
             loss.backward()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         largest = max(float(parameter.grad.abs().max()) for parameter in trained)

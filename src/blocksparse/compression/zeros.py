@@ -78,7 +78,11 @@ def from_zeros(
         options = [_layout(weight, size) for size in sizes]
         options = [(each, layout) for each, layout in options if layout.nnz > 0 and layout.density < 1]
         if not options:
-            slow[weight.name] = f"{zeros:.0%} of its values are 0, but no whole block is"
+            slow[weight.name] = (
+                "all its values are 0: remove the layer"
+                if zeros == 1
+                else f"{zeros:.0%} of its values are 0, but no whole block is"
+            )
         elif force:
             layouts[weight.name] = min(options, key=lambda option: option[1].nnz * option[0].blocks.size)[1]
         else:

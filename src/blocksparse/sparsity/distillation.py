@@ -20,6 +20,9 @@ KINDS = ("auto", "kl", "probabilities", "binary", "cosine", "mse")
 # Outputs count as probabilities, or as unit vectors, if sums or norms of all rows differ from 1 by less than this.
 UNIT_TOLERANCE = 1e-3
 
+# A target counts as constant if its variance is a smaller fraction of its mean square.
+CONSTANT = 1e-12
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -89,6 +92,9 @@ class Distillation:
     ):
         if output not in KINDS:
             raise BlockSparseError.expected("output", f"one of {', '.join(KINDS)}", repr(output))
+        for argument, model in (("teacher", teacher), ("student", student)):
+            if not isinstance(model, nn.Module):
+                raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
         self.teacher, self.student, self.kind = teacher, student, output
         self.hidden, self.temperature = number("hidden", hidden, 0), number("temperature", temperature, 1e-6)
 
@@ -199,8 +205,9 @@ def compare(result: Tensor, target: Tensor, kind: str, temperature: float = 1.0)
         return (1 - F.cosine_similarity(result, target, dim=-1)).mean()
     if kind == "mse":
         return _normalized_error(result, target)
-    tiny = torch.finfo(target.dtype).eps
+    tiny = torch.finfo(result.dtype).eps
     if kind == "binary":
+        target = target.to(result.dtype)
         result, target = result.clamp(tiny, 1 - tiny), target.clamp(0, 1)
         entropy = F.binary_cross_entropy(target.clamp(tiny, 1 - tiny), target)
         return (F.binary_cross_entropy(result, target) - entropy) * target.shape[-1]
@@ -215,13 +222,16 @@ def agreement(result: Tensor, target: Tensor, kind: str) -> float:
     """Return how well an output agrees with the target, at most 1.
 
     This is the fraction of equal largest classes for classes, the mean cosine for "cosine", and otherwise 1 - squared
-    error / variance of the target.
+    error / variance of the target, or / its mean square if the target is constant.
     """
     result, target = result.double(), target.double()
     if kind == "cosine":
         return float(F.cosine_similarity(result, target, dim=-1).mean())
     if kind == "mse":
-        variance = (target - target.mean()).square().mean().clamp(min=torch.finfo(target.dtype).tiny)
+        square = target.square().mean().clamp(min=torch.finfo(target.dtype).tiny)
+        variance = (target - target.mean()).square().mean()
+        if variance < CONSTANT * square:
+            variance = square
         return float(1 - (result - target).square().mean() / variance)
     return float((result.argmax(-1) == target.argmax(-1)).double().mean())
 

@@ -364,6 +364,16 @@ def find_skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]
     return modules, names
 
 
+def skip_by_name(model: nn.Module, skip: Skip) -> Skip:
+    """Return the same `skip` for copies of a model: modules of the model are replaced by their names."""
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(skip, nn.Module):
+        return names.get(skip, skip)
+    if isinstance(skip, str) or not isinstance(skip, Iterable):
+        return skip
+    return [names.get(item, item) if isinstance(item, nn.Module) else item for item in skip]
+
+
 def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
     """Return the name itself if it is there, or the names that match it as a pattern."""
     if not isinstance(pattern, str):

@@ -136,9 +136,14 @@ def batch_error(model: nn.Module, batch: Any, error: Exception) -> BlockSparseEr
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             inside = names.get(owner, inside)
-    shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in values_of(batch)]
-    got = f"a batch of {', '.join(shapes) or 'nothing'}, on which {inside or type(model).__name__} fails: {error}"
+    got = f"a batch of {describe(batch)}, on which {inside or type(model).__name__} fails: {error}"
     return BlockSparseError.expected("batches", "the model's inputs, without labels", got, Page.CALIBRATE)
+
+
+def describe(batch: Any) -> str:
+    """Return the shapes of a batch's tensors, and the types of its other values."""
+    shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in values_of(batch)]
+    return ", ".join(shapes) or "nothing"
 
 
 class Call(tuple[Any, ...]):
