@@ -48,7 +48,8 @@ def test_the_page_on_installing_has_the_supported_versions():
     rows = [row.split(" | ") for row in table[1:]]
     assert [row[0] for row in rows] == [f"PyTorch {torch}" for torch in torches]
     assert {(row[0], len(row)) for row in rows} == {(row[0], 1 + len(PYTHONS)) for row in rows}
-    assert [row[0] for row in rows if "**tested**" in row] == [f"PyTorch {torch}" for torch in tested]
+    # The CI of each change runs the pinned version; the page says what ran with the others.
+    assert [row[0] for row in rows if "**tested**" in row] == [f"PyTorch {tested[0]}"]
     said = f"Python {PYTHONS[0]} to {PYTHONS[-1]} with PyTorch {torches[0]} to {torches[-1]}"
     assert said in page
     assert said.replace(" with ", " and ") in (ROOT / "CONTRIBUTING.md").read_text()
