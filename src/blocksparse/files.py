@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -50,6 +51,22 @@ def path_of(name: str, value: Any) -> Path:
         return Path(value)
     except TypeError as error:
         raise BlockSparseError.expected(name, "a path", repr(value)) from error
+
+
+def writable_folder(name: str, value: Any) -> Path:
+    """Return the argument `name` as a folder that files can be written to; create it if it does not exist.
+
+    Raises:
+        BlockSparseError: not a path, or a folder that cannot be created or written to.
+    """
+    folder = path_of(name, value)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        expected = "a folder that files can be written to"
+        raise BlockSparseError.expected(name, expected, f"{folder}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -264,7 +264,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder to write"):
+        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder that files can be written to"):
             bs.compress(Classifier().eval(), labelled(128), **options(folder=folder))
 
 
@@ -434,6 +434,13 @@ def test_a_weight_of_zeros_is_reported():
     nn.init.zeros_(layer.weight)
     with pytest.warns(bs.SparsityWarning, match="all its values are 0"):
         assert isinstance(bs.from_zeros(layer), nn.Linear)
+
+
+def test_sizes_and_densities_are_lists():
+    with pytest.raises(bs.BlockSparseError, match="block_size: expected a size or more, got none"):
+        bs.from_zeros(nn.Linear(8, 8), [])
+    with pytest.raises(bs.BlockSparseError, match=r"densities: expected a list of numbers, such as \[0.25\], got 0.5"):
+        bs.tradeoff(Classifier(), labelled(64), densities=0.5)
 
 
 def test_zeros_in_single_values_are_reported():

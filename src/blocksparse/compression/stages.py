@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from ..conversion.load import load_sparsified
 from ..conversion.sparsify import DENSITY_TOLERANCE, select_blocks, sparsify, survey_weights
 from ..conversion.speed import Example, keep_faster
 from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
-from ..files import path_of
+from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
 from ..surgery.model_tools import copy_model
@@ -126,7 +125,7 @@ def compress(
         minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
-    output_folder = None if folder is None else _make_writable(path_of("folder", folder))
+    output_folder = None if folder is None else writable_folder("folder", folder)
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
@@ -146,17 +145,6 @@ def compress(
     )
     run.training.check()
     return run.run(skip_by_name(model, skip))
-
-
-def _make_writable(folder: Path) -> Path:
-    """Create a folder if it does not exist, check that files can be written to it, and return it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        expected = "a folder to write the best model to"
-        raise BlockSparseError.expected("folder", expected, f"{folder}: {error.strerror or error}") from error
 
 
 def stage_densities(density: float) -> list[float]:

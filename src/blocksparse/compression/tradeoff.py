@@ -148,6 +148,8 @@ def tradeoff(
         >>> [layer.name for layer in measured.layers][0], measured.points[0].density
         ('0', 1.0)
     """
+    if not isinstance(densities, Sequence):
+        raise BlockSparseError.expected("densities", "a list of numbers, such as [0.25]", repr(densities))
     skip, model = skip_by_name(model, skip), copy_model(model)
     targets = [number("densities", density, 0, 1) for density in densities]
     read = Data.read(data)

@@ -63,6 +63,8 @@ def from_zeros(
     checked_tokens(tokens)
     is_list = isinstance(block_size, list) or (isinstance(block_size, tuple) and len(block_size) != 2)
     sizes = [checked_block(size) for size in (block_size if is_list else [block_size])]  # type: ignore[union-attr]
+    if not sizes:
+        raise BlockSparseError.expected("block_size", "a size or more", "none")
     weights = prunable(model, 1, skip)
     if not weights:
         expected = "dense weights that can become block-sparse"
