@@ -1,5 +1,6 @@
 """Compression of trained models: schedule, training against a teacher, bad input, interruption and resuming."""
 
+import importlib
 import itertools
 
 import pytest
@@ -314,7 +315,7 @@ class Detached(Classifier):
 
 BAD = [
     ({"data": [torch.randn(8, 32)]}, "data: expected two batches or more"),
-    ({"data": torch.randn(8, 32)}, "batches: expected an iterable of batches"),
+    ({"data": torch.randn(8, 32)}, r"data: expected an iterable of batches.*x\.split"),
     ({"data": [torch.randn(8, 5)] * 3}, "a batch of"),
     ({"data": [torch.full((8, 32), torch.nan)] * 3}, "teacher: expected finite outputs"),
     (
@@ -342,6 +343,22 @@ def test_bad_input(changed, match):
     call = {"model": Classifier().eval(), "data": [x for x, _ in labelled(128)], **options(), **changed}
     with pytest.raises(bs.BlockSparseError, match=match):
         bs.compress(call.pop("model"), call.pop("data"), **call)
+
+
+def test_tradeoff_refuses_a_single_density():
+    with pytest.raises(bs.BlockSparseError, match=r"densities: expected a list of numbers, .* got 0\.25"):
+        bs.tradeoff(Classifier().eval(), labelled(128), densities=0.25)
+
+
+def test_tradeoff_counts_equal_classes_if_the_data_have_labels(monkeypatch):
+    kinds = []
+    module = importlib.import_module("blocksparse.compression.tradeoff")
+    monkeypatch.setattr(module, "agreement", lambda result, target, kind: kinds.append(kind) or 1.0)
+    data, model = labelled(128), nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).eval()
+    for batches, kind in ((data, "kl"), ([x for x, _ in data], "mse")):
+        bs.tradeoff(model, batches, densities=[0.5], block_size=8)
+        assert set(kinds) == {kind}
+        kinds.clear()
 
 
 def test_tradeoff_lists_densities_and_layers(tmp_path):

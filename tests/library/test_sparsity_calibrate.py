@@ -188,9 +188,9 @@ METHODS = {
     ("make", "batches", "message"),
     [
         (Network, [], "batches: expected one or more, got none"),
-        (Network, torch.zeros(3, 10), "batches: expected an iterable of batches: tensors, .* got Tensor"),
-        (Network, {"x": torch.zeros(3, 10)}, "batches: expected an iterable of batches"),
-        (Network, 7, "batches: expected an iterable of batches"),
+        (Network, torch.zeros(3, 10), "ARGUMENT: expected an iterable of batches, such as .* got Tensor"),
+        (Network, {"x": torch.zeros(3, 10)}, "ARGUMENT: expected an iterable of batches"),
+        (Network, 7, "ARGUMENT: expected an iterable of batches"),
         (Network, [torch.full((3, 10), torch.nan)], "the inputs of first.weight: expected finite numbers"),
         (Network, [torch.full((3, 10), torch.inf)], "the inputs of first.weight: expected finite numbers"),
         (Dies, [torch.ones(3, 10)], "the inputs of second.weight: expected finite numbers"),
@@ -222,6 +222,7 @@ def test_failures_leave_the_model_unchanged(method, make, batches, message):
         assert all(parameter.grad is None for parameter in model.parameters())
         assert torch.backends.mha.get_fastpath_enabled()
 
+    message = message.replace("ARGUMENT", "data" if method in ("sparsify", "inplace") else "batches")
     with pytest.raises(bs.BlockSparseError, match=message):
         METHODS[method](model, batches)
     is_as_before()

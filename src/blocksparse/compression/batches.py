@@ -65,7 +65,7 @@ class Data:
         Raises:
             BlockSparseError: fewer than two batches.
         """
-        check_batches(data)
+        check_batches(data, "data")
         batches, size = [], 0
         for batch in data:
             if sample_count(batch):

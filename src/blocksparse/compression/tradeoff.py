@@ -191,7 +191,9 @@ class _Agreement:
 
     def __init__(self, model: nn.Module, reader: BatchReader, batches: list[Any]):
         self.calls = [reader.arguments(batch) for batch in batches]
-        self.distillation = Distillation(model, model)
+        with evaluation_mode(model):
+            kind = "kl" if reader.predicts_classes(model, batches[0]) else "auto"
+        self.distillation = Distillation(model, model, output=kind)
         self.targets = [self.distillation.run_teacher(*args, **kwargs) for args, kwargs in self.calls]
 
     def __call__(self, model: nn.Module) -> float:

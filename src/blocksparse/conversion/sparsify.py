@@ -132,7 +132,7 @@ def sparsify(
         return model
     if inplace and data is not None:
         _check_writable(model)
-    batches = None if data is None else collect_batches(data)
+    batches = None if data is None else collect_batches(data, "data")
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
     if not force:
         block_sparse, reasons = keep_faster(model, plan.layouts, example, tokens, plan.selection.layouts)

@@ -31,16 +31,16 @@ class SkipBatch(Exception):
     """Raised by an observer that does not need the rest of a batch."""
 
 
-def check_batches(batches: Any) -> None:
-    """Raise a BlockSparseError unless this may be an iterable of batches, not a single batch."""
+def check_batches(batches: Any, argument: str = "batches") -> None:
+    """Raise a BlockSparseError that names the argument unless this may be an iterable of batches, not one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
-        expected = "an iterable of batches: tensors, tuples or dicts of the model's arguments"
-        raise BlockSparseError.expected("batches", expected, type(batches).__name__)
+        expected = "an iterable of batches, such as x.split(32): tensors, tuples or dicts of the model's arguments"
+        raise BlockSparseError.expected(argument, expected, type(batches).__name__)
 
 
-def collect_batches(batches: Batches) -> list[Any]:
+def collect_batches(batches: Batches, argument: str = "batches") -> list[Any]:
     """Return the first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one."""
-    check_batches(batches)
+    check_batches(batches, argument)
     collected, samples, size = [], 0, 0
     for batch in batches:
         tensors = [each for each in values_of(batch) if isinstance(each, Tensor)]
