@@ -122,6 +122,12 @@ def test_two_runs_give_the_same_curves(novel, tmp_path):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.2, False), (9.06, True)])
+def test_the_page_warns_of_other_programs(load, warned):
+    html = demo_page.render(demo_page.Story({"load before": load}, 0))
+    assert ("Other programs were running" in html) == warned
+
+
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, turns):
     train = three_ways.ThreeWays.train
@@ -144,6 +150,8 @@ def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, turns):
         assert [model["done"] for model in found["training"]["models"]] == ([5, 5] if turns == 1 else [10, 5, 5])
     else:
         assert "training" not in found
+    trained = [model["name"] for model in found.get("training", {"models": []})["models"]]
+    assert ("The third net is" in html) == ("dense made sparse" in trained)
     assert not Page(html).open
 
 
