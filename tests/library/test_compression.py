@@ -345,11 +345,6 @@ def test_bad_input(changed, match):
         bs.compress(call.pop("model"), call.pop("data"), **call)
 
 
-def test_tradeoff_refuses_a_single_density():
-    with pytest.raises(bs.BlockSparseError, match=r"densities: expected a list of numbers, .* got 0\.25"):
-        bs.tradeoff(Classifier().eval(), labelled(128), densities=0.25)
-
-
 def test_tradeoff_counts_equal_classes_if_the_data_have_labels(monkeypatch):
     kinds = []
     module = importlib.import_module("blocksparse.compression.tradeoff")
