@@ -334,6 +334,7 @@ BAD = [
     ({"evaluate": lambda model: "good"}, "evaluate: expected a function that returns a number"),
     ({"model": nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)}, "requires_grad_"),
     ({"model": Detached().eval()}, "model: expected parameters to train that its outputs depend on"),
+    ({"model": nn.Sequential(bs.nn.Linear(32, 32, density=1))}, r"call bs\.densify\(model\) first"),
     ({"model": nn.Sequential(nn.Conv1d(32, 32, 1, groups=4))}, "weights that can become block-sparse|batch"),
 ]
 

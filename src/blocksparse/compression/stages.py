@@ -231,7 +231,9 @@ class _Run:
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
-            got = f"{type(model).__name__} with {listed or 'none'}"
+            if not listed:
+                listed = "block-sparse weights only: call bs.densify(model) first" if sparse_modules(model) else "none"
+            got = f"{type(model).__name__} with {listed}"
             raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
         plan = select_blocks(
             model, candidates, self.target, None, "careful", None, self.training.data.calibration(), limit_loss=False

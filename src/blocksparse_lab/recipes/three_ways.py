@@ -193,7 +193,7 @@ class ThreeWays:
                 return
 
     def seconds_and_accuracy(self, name: str) -> tuple[list[float], list[float]]:
-        """Return a net's curve: seconds of training and percent right on a part of the test set.
+        """Return a net's curve: seconds of training and percent right on a fraction of the test set.
 
         The sparsified net starts with the seconds of the dense one.
         """
