@@ -1,5 +1,6 @@
 """The error and the warning of the library, and the help pages that they name."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Self
 
@@ -7,6 +8,15 @@ __all__ = ["BlockSparseError", "SparsityWarning"]
 
 # A message names at most this number of weights.
 MAX_NAMED = 6
+
+
+def format_reasons(reasons: Mapping[str, str]) -> list[str]:
+    """Return a line "name: reason" for each of the first weights.
+
+    >>> format_reasons({"head": "it is narrow"})
+    ['head: it is narrow']
+    """
+    return [f"{name}: {reason}" for name, reason in list(reasons.items())[:MAX_NAMED]]
 
 
 class Page(StrEnum):

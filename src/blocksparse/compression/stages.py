@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..checked import integer, number
 from ..conversion.load import load_sparsified
-from ..conversion.sparsify import DENSITY_TOLERANCE, select_blocks, sparsify, survey_weights
+from ..conversion.sparsify import DENSITY_TOLERANCE, no_weights_error, select_blocks, sparsify, survey_weights
 from ..conversion.speed import Example, keep_faster
-from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
+from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
@@ -230,17 +230,13 @@ class _Run:
         model = self.dense_model
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
-            if not listed:
-                listed = "block-sparse weights only: call bs.densify(model) first" if sparse_modules(model) else "none"
-            got = f"{type(model).__name__} with {listed}"
-            raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
+            raise no_weights_error(model, candidates)
         plan = select_blocks(
             model, candidates, self.target, None, "careful", None, self.training.data.calibration(), limit_loss=False
         )
         layouts, self.dense_reasons = keep_faster(model, plan.layouts, self.example, select=plan.selection.layouts)
         if not layouts:
-            listed = "\n  ".join(f"{name}: {reason}" for name, reason in list(self.dense_reasons.items())[:MAX_NAMED])
+            listed = "\n  ".join(format_reasons(self.dense_reasons))
             warnings.warn(
                 f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
                 SparsityWarning,

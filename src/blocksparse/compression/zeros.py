@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checked import checked_block
 from ..conversion.speed import MIN_SPEEDUP, Example, Speed, checked_tokens
-from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
+from ..errors import BlockSparseError, Page, SparsityWarning, format_reasons
 from ..layout import BlockLayout
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Prunable, Skip, prunable
@@ -99,8 +99,7 @@ def from_zeros(
                     f"{options[best][1].density:.0%} and is {ups[best]:.2g} times as fast"
                 )
     if slow or not layouts:
-        lines = [f"{name}: {reason}" for name, reason in list(slow.items())[:MAX_NAMED]]
-        lines = lines or ["no weight has zeros: bs.sparsify prunes"]
+        lines = format_reasons(slow) or ["no weight has zeros: bs.sparsify prunes"]
         warnings.warn("\n  ".join(["from_zeros: these stay dense", *lines]), SparsityWarning, stacklevel=3)
     return replace_with_sparse(model if inplace else copy_model(model), layouts)
 

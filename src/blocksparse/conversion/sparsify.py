@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..checked import number
-from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
+from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning, format_reasons
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import energy_shares
@@ -123,7 +123,7 @@ def sparsify(
     if not candidates.weights:
         stored = stored_weights(model, skip)
         if not stored:
-            raise _no_weights_error(model, candidates)
+            raise no_weights_error(model, candidates)
         _check_only_dense_options(layouts, data)
         model, plan = drop_blocks(
             model, stored, density, criterion, scope, limit_loss=not force, inplace=inplace, optimizer=optimizer
@@ -176,10 +176,12 @@ def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Sk
     )
 
 
-def _no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
+def no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
     """Return the error for a model without a weight to sparsify, with the reasons."""
-    listed = "; ".join(f"{name}: {reason}" for name, reason in list(candidates.reasons.items())[:MAX_NAMED])
-    got = f"{type(model).__name__} with {listed or 'none'}"
+    listed = "; ".join(format_reasons(candidates.reasons))
+    if not listed:
+        listed = "block-sparse weights only: call bs.densify(model) first" if candidates.sparse else "none"
+    got = f"{type(model).__name__} with {listed}"
     return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
 
 
@@ -361,7 +363,7 @@ def _warn_if_missed(plan: Plan) -> None:
     why = {name: reason for name, reason in plan.reasons.items() if name in selection.weights} | dict(plan.unexpected)
     denser = {name: selection.excess(name) for name, layout in plan.layouts.items() if layout.density > target}
     why |= {name: reason for name, reason in denser.items() if reason} | larger
-    lines = [f"{name}: {reason}" for name, reason in list(why.items())[:MAX_NAMED]]
+    lines = format_reasons(why)
     if len(why) > MAX_NAMED:
         lines.append(f"and {len(why) - MAX_NAMED} more: see bs.report(model)")
     if not why:
