@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="two output folders of `blocksparse demo` or more")
     folders = parser.parse_args().folders
-    runs = [read_json(folder / "demo.json") for folder in folders]
+    runs = [read_json(folder / "demo.json", "folders") for folder in folders]
     settings = [{**run["training"]["settings"], "seed": None} for run in runs]
     if len(runs) < 2 or any(each != settings[0] for each in settings):
         raise BlockSparseError.expected("folders", "two complete runs or more that differ in the seed only", folders)

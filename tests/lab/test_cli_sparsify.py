@@ -141,7 +141,7 @@ def test_code_in_a_folder_is_not_run_whatever_its_config_says(tmp_path, monkeypa
 def test_without_transformers_a_folder_says_what_is_missing(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    assert "transformers: expected it installed" in error(tmp_path, "--report-only")
+    assert "a folder with config.json needs transformers" in error(tmp_path, "--report-only")
 
 
 def test_ctrl_c_ends_quietly(weights, tmp_path, monkeypatch):

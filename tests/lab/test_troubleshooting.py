@@ -140,7 +140,8 @@ TESTED_ELSEWHERE = {
     "backend: expected a usable one": "test_registry.py",
     "the compiled core blocksparse._core does not load": "test_registry.py",
 }
-QUOTED = re.findall(r"^### `(.*)`$", PAGE, re.MULTILINE)
+# The section on the installation quotes pip, CMake and Python.
+QUOTED = re.findall(r"^### `(.*)`$", PAGE.partition("\n## It is not faster")[2], re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -162,3 +163,9 @@ def test_a_mistake_gives_the_message(message, tmp_path, monkeypatch):
 def test_the_page_has_messages_that_other_files_test(message, file):
     assert message in QUOTED
     assert (TESTS / "library" / file).exists()
+
+
+def test_the_build_gives_the_message_that_the_page_quotes():
+    message = "found no C++17 compiler"
+    assert f"### `{message}`" in PAGE
+    assert message in (TESTS.parent / "CMakeLists.txt").read_text()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the 
 @pytest.mark.parametrize(
     ("make", "recorded", "files", "crossings"),
     [
-        pytest.param(trace_calls.linear, False, 6, 8, id="linear-inference"),
+        pytest.param(trace_calls.linear, False, 6, 9, id="linear-inference"),
         pytest.param(trace_calls.linear, True, 6, 8, id="linear-recorded"),
         pytest.param(trace_calls.lstm, False, 11, 29, id="lstm-inference"),
         pytest.param(trace_calls.lstm, True, 11, 30, id="lstm-recorded"),
