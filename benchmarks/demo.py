@@ -56,7 +56,8 @@ def main() -> None:
     if len(runs) < 2 or any(each != settings[0] for each in settings):
         raise BlockSparseError.expected("folders", "two complete runs or more that differ in the seed only", folders)
     facts = runs[0]["machine"]
-    write(RESULTS / f"demo-{slug(facts['cpu'])}-{facts['isa']}.json", rows(runs), NET, facts, **settings[0])
+    path = RESULTS / f"demo-{slug(facts['cpu'])}-{facts['isa']}.json"
+    write(path, rows(runs), NET, facts, ratios=f"median of {len(runs)} seeds (quartiles)", **settings[0])
 
 
 if __name__ == "__main__":

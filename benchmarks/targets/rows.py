@@ -230,11 +230,22 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return report.table(HEAD, cells, title, text=3)
 
 
-def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
-    """Write the rows as JSON, and as a table in Markdown next to it; `facts` are those of the machine."""
+def write(
+    path: Path,
+    rows: Sequence[Row],
+    what: str,
+    facts: Mapping[str, Any],
+    *,
+    ratios: str = "median of the rounds of one run (quartiles)",
+    **settings: Any,
+) -> None:
+    """Write the rows as JSON, and as a table in Markdown next to it.
+
+    `facts` are those of the machine, and `ratios` says in the caption what ratios are.
+    """
     every = [asdict(row) for row in rows]
     lines = report.markdown(HEAD, [(row.work, row.target, row.measured, row.verdict) for row in rows], text=4)
-    caption = f"{where(facts)}, {facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles)."
+    caption = f"{where(facts)}, {facts['date'][:10]}. Ratios: {ratios}."
     content = {"what": what, "machine": facts, "settings": settings, "rows": every}
     report.write(path, content, lines, caption)
 

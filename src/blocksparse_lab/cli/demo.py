@@ -33,8 +33,9 @@ COLOR_NUMBERS = (208, 33, 104, 247)
 # On two cores. The number of steps depends on it, not on the clock, so that a seed gives the same curves each time.
 STEPS_PER_SECOND = 8
 
-NEXT = """Try your own model: bs.tradeoff(model, batches, example) says what to expect, and
-bs.compress(model, batches) makes it sparse. How to: docs/how_to/recover_accuracy.md"""
+NEXT = """Try your own model: bs.tradeoff(model, batches, example) says what to expect,
+bs.compress(model, batches) makes it sparse.
+How to: docs/how_to/recover_accuracy.md"""
 
 
 @dataclass(frozen=True)
