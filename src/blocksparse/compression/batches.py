@@ -15,11 +15,14 @@ from ..sparsity.calibration.calibrate import (
     Batches,
     arguments_of,
     batch_error,
+    byte_count,
     check_batches,
     count_positional,
     describe,
+    sample_count,
     values_of,
 )
+from ..surgery.model_tools import parameter_device
 
 # More data are not read: they would have to stay in memory.
 MAX_BYTES = 2**30
@@ -39,16 +42,6 @@ Loss = Callable[[Any, Any], Tensor]
 
 # A batch counts as this number of bytes at least, so that endless ones without tensors end too.
 MIN_BYTES = 2**12
-
-
-def sample_count(batch: Any) -> int:
-    """Return the number of samples in a batch: the longest first axis of its tensors."""
-    return max((len(each) for each in values_of(batch) if isinstance(each, Tensor) and each.dim()), default=1)
-
-
-def byte_count(values: Any) -> int:
-    """Return the bytes of all tensors in a batch, or in another nest of values."""
-    return sum(each.numel() * each.element_size() for each in values_of(values) if isinstance(each, Tensor))
 
 
 @dataclass
@@ -110,7 +103,7 @@ class BatchReader:
 
     def __post_init__(self) -> None:
         self._max_args = count_positional(self.model)
-        self._device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        self._device = parameter_device(self.model)
 
     def arguments(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the model's positional and keyword arguments from a batch, without labels."""

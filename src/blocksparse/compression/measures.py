@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
-from ..conversion.speed import Example
-from ..measure import alternate, cuda_clock, host_clock
+from ..conversion.speed import Example, call_arguments, clock_of
+from ..measure import alternate
 from ..nn.module import BlockSparseModule
+from ..surgery.model_tools import evaluation_mode, parameter_device
 from .batches import BatchReader, Data
-from .modes import evaluation_mode
 
 # Seconds of a timing.
 SECONDS = 2.0
@@ -22,13 +21,6 @@ def first_example(reader: BatchReader, data: Data) -> Example:
     """Return the model's arguments from the first held-out batch, to time calls with."""
     args, kwargs = reader.arguments(data.held_out[0])
     return kwargs or tuple(args)
-
-
-def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that an example stands for."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 def sparse_modules(model: nn.Module) -> set[str]:
@@ -53,8 +45,7 @@ def density_of(model: nn.Module, without: Collection[str] = ()) -> float:
 def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
     """Return dense time / block-sparse time of a call on the example, in evaluation mode."""
     args, kwargs = call_arguments(example)
-    device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
-    clock = cuda_clock if device.type == "cuda" else host_clock
+    clock = clock_of(parameter_device(sparse))
     with evaluation_mode(sparse), evaluation_mode(dense):
         calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
         return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median

@@ -23,11 +23,10 @@ from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data, Loss
 from .measures import density_of, first_example, sparse_modules, speedup_of
-from .modes import evaluation_mode
 from .result import CompressionResult, Point
 from .training import RATE_SHARE, Budget, Drop, Training, copy_state
 

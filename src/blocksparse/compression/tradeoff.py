@@ -16,16 +16,15 @@ from torch import nn
 
 from ..checked import number
 from ..conversion.sparsify import sparsify
-from ..conversion.speed import Example
+from ..conversion.speed import Example, call_arguments
 from ..errors import BlockSparseError, Page, SparsityWarning
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.calibrate import Batches, progress
 from ..sparsity.distillation import Distillation, agreement
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data
-from .measures import call_arguments, density_of, first_example, speedup_of
-from .modes import evaluation_mode
+from .measures import density_of, first_example, speedup_of
 from .result import Point, curve_table, plot_curve
 
 # The recommendation lists layers until they take this fraction of the time.

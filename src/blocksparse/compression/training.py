@@ -6,17 +6,18 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError, SparsityWarning
-from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error
+from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error, byte_count, sample_count
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
-from .batches import MAX_BYTES, BatchReader, Data, byte_count, is_finite, sample_count
-from .modes import evaluation_mode, training_mode
+from ..surgery.model_tools import evaluation_mode
+from .batches import MAX_BYTES, BatchReader, Data, is_finite
 
 # The learning rates of the range test, its maximum number of steps with each, and its maximum share of the budget.
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -33,6 +34,9 @@ DROP_SHARE = 0.4
 
 # After a loss that is not finite, training resumes from the last check with this fraction of the rate, a few times.
 RATE_CUT, MAX_CUTS = 0.3, 3
+
+# Batch norms update their statistics in training if batches have at least this number of samples.
+MIN_BATCH_FOR_STATISTICS = 16
 
 Drop = Callable[[torch.optim.Optimizer | None], object]
 
@@ -310,3 +314,19 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in model.state_dict().items()
     }
+
+
+@contextmanager
+def training_mode(model: nn.Module, samples: int) -> Iterator[None]:
+    """Set the modes to train a student in inside the `with` block, and restore the modes of all modules behind it.
+
+    Most modules are in evaluation mode: the teacher has no dropout either. Batch norms update their statistics if a
+    batch has 16 `samples` or more. Recurrent layers without dropout are in training mode, because GPUs need it.
+    """
+    large = samples >= MIN_BATCH_FOR_STATISTICS
+    with evaluation_mode(model):
+        for module in model.modules():
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and large
+            if is_norm or (isinstance(module, nn.RNNBase) and not module.dropout):
+                module.training = True
+        yield

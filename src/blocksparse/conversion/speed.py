@@ -23,7 +23,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import copy_model, parameter_device
 from ..surgery.prunable import Prunable, find_weights
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
@@ -134,7 +134,7 @@ class Speed:
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
         self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
-        self._arguments = _as_arguments(example)
+        self._arguments = call_arguments(example)
         self._model = None if example is None else share_parameters(model).eval()
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
@@ -210,21 +210,21 @@ class Speed:
     @torch.no_grad()
     def _measure(self, dense: nn.Module, sparse: nn.Module, inputs: Sequence[Arguments], budget: float = 0.1) -> float:
         """Time both modules in turn; return the smallest speed-up over these inputs."""
-        device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
+        device = parameter_device(sparse)
         ratios = []
         for args, kwargs in inputs:
             calls = {"sparse": partial(sparse, *args, **kwargs), "dense": partial(dense, *args, **kwargs)}
-            spread = alternate(calls, rounds=7, budget=budget, clock=_clock(device)).ratio("dense", "sparse")
+            spread = alternate(calls, rounds=7, budget=budget, clock=clock_of(device)).ratio("dense", "sparse")
             ratio = spread.median
             if spread.low < 1 < spread.high:  # undecided
-                samples = alternate(calls, rounds=35, budget=5 * budget, clock=_clock(device))
+                samples = alternate(calls, rounds=35, budget=5 * budget, clock=clock_of(device))
                 spread, ratio = samples.ratio("dense", "sparse"), samples.least("dense") / samples.least("sparse")
                 self.is_busy |= spread.high > BUSY_SPREAD * spread.low
             ratios.append(ratio)
         return min(ratios)
 
 
-def _as_arguments(example: Example | None) -> Arguments:
+def call_arguments(example: Example | None) -> Arguments:
     """Return an example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -270,7 +270,8 @@ def random_inputs(module: Any, tokens: int) -> list[Arguments]:
     return [((torch.randn(1, module.in_channels, *spans, **like),), {})]
 
 
-def _clock(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock that times calls on a device."""
     return cuda_clock if device.type == "cuda" else host_clock
 
 

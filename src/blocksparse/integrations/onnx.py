@@ -22,6 +22,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
+from ..surgery.model_tools import evaluation_mode
 from ..surgery.replace import replace_modules
 
 # An ONNX file holds at most 2 GiB; if the weights have more bytes than this, they go into a second file.
@@ -249,13 +250,8 @@ def _check(path: Path, model: nn.Module, positional: tuple[Any, ...], named: Map
         expected_count = f"{len(inputs)} inputs, one for each tensor in args (or pass check=False)"
         raise BlockSparseError.expected(str(path), expected_count, len(names))
     results = session.run(None, {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)})
-    training = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            expected = [leaf for leaf in leaves(model.eval()(*positional, **named)) if isinstance(leaf, Tensor)]
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    with torch.no_grad(), evaluation_mode(model):
+        expected = [leaf for leaf in leaves(model(*positional, **named)) if isinstance(leaf, Tensor)]
     limit = 2e-2 if any(tensor.dtype == torch.float16 for tensor in tensors) else 1e-3
     for at, (ours, theirs) in enumerate(zip(expected, map(torch.as_tensor, results), strict=False)):
         ours, theirs = ours.double().cpu(), theirs.double()

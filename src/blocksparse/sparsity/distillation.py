@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
+from ..surgery.model_tools import evaluation_mode
 
 KINDS = ("auto", "kl", "probabilities", "binary", "cosine", "mse")
 
@@ -107,13 +108,8 @@ class Distillation:
     @torch.no_grad()
     def run_teacher(self, *args: Any, **kwargs: Any) -> Targets:
         """Return the targets of a batch, to keep for several calls of `loss`."""
-        modes = {module: module.training for module in self.teacher.modules()}
-        self.teacher.eval()
-        try:
+        with evaluation_mode(self.teacher):
             return _run(self.teacher, self._layers(), args, kwargs)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     def run_student(self, *args: Any, **kwargs: Any) -> Targets:
         """Return what the student computes for a batch."""

@@ -1,9 +1,10 @@
-"""Copies of whole models, and parametrizations that state dicts, copies and resuming survive."""
+"""Copies and modes of whole models, and parametrizations that state dicts, copies and resuming survive."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,23 @@ def _copy_attributes_and_hooks(old: Tensor, new: Tensor, memo: dict[int, Any]) -
     for name in HOOKS_OF_TENSORS:
         if hooks := getattr(old, name, None):
             setattr(new, name, copy.copy(hooks))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside the `with` block, and restore the modes of all modules behind it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def parameter_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def add_parametrization(module: nn.Module, name: str, parametrization: nn.Module) -> None:

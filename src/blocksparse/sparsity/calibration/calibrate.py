@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError, Page
+from ...surgery.model_tools import evaluation_mode, parameter_device
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
@@ -43,10 +44,9 @@ def collect_batches(batches: Batches, argument: str = "batches") -> list[Any]:
     check_batches(batches, argument)
     collected, samples, size = [], 0, 0
     for batch in batches:
-        tensors = [each for each in values_of(batch) if isinstance(each, Tensor)]
         collected.append(batch)
-        samples += max((len(each) for each in tensors if each.dim()), default=1)
-        size += sum(each.numel() * each.element_size() for each in tensors)
+        samples += sample_count(batch)
+        size += byte_count(batch)
         if samples >= MAX_SAMPLES or size >= MAX_BYTES:
             break
     if collected and not samples:
@@ -62,8 +62,7 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
     model has arguments, the last ones, such as labels, are ignored.
     """
     check_batches(batches)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    max_args = count_positional(model)
+    device, max_args = parameter_device(model), count_positional(model)
     hooks = [module.register_forward_pre_hook(_hook_of(observer), with_kwargs=True) for module in modules]
     empty = True
     try:
@@ -88,16 +87,23 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode and turn off PyTorch's fused encoder layers, which bypass the modules inside them."""
-    training = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        model.eval()
-        yield
+        with evaluation_mode(model):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in training.items():
-            module.training = mode
+
+
+def sample_count(batch: Any) -> int:
+    """Return the number of samples in a batch: the longest first axis of its tensors."""
+    return max((len(each) for each in values_of(batch) if isinstance(each, Tensor) and each.dim()), default=1)
+
+
+def byte_count(values: Any) -> int:
+    """Return the bytes of all tensors in a batch, or in another nest of values."""
+    return sum(each.numel() * each.element_size() for each in values_of(values) if isinstance(each, Tensor))
 
 
 def values_of(batch: Any) -> Iterable[Any]:
