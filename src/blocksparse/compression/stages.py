@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,22 @@ def stage_ends(count: int, begin: float = 0.0) -> list[float]:
     return [*(max(begin, end) for end in early), 1.0]
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """The best state of a stage so far, and its point of the curve."""
+
+    state: dict[str, Tensor]
+    point: Point
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The dense model fitted in one shot at the target density, and its point of the curve."""
+
+    model: nn.Module
+    point: Point
+
+
 @dataclass
 class _Run:
     """A run of `compress`: its settings, the current stage, the best model and the curve."""
@@ -177,12 +193,9 @@ class _Run:
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
-        self.best: dict[str, Tensor] | None = None
+        self.best: _Candidate | None = None  # of the current stage
         self.finished: nn.Module | None = None
-        self.fitted: nn.Module | None = None  # the dense model fitted in one shot at the target density
-        self.fitted_point: Point | None = None
-        self.best_score = -math.inf
-        self.best_point: Point | None = None
+        self.fitted: _Fitted | None = None
 
     @property
     def student(self) -> nn.Module:
@@ -200,13 +213,13 @@ class _Run:
                     return self._result(modes)
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
-                if self.stage and self._fitted_is_better(self.curve[-1]):
+                if self.stage and (fitted := self._better_fitted(self.curve[-1])):
                     self.stage = len(densities) - 1
-                    self._start_from_fitted()
+                    self._start_from(fitted)
                 self._train(densities[self.stage], ends[self.stage])
                 self.stage += 1
-            if self._fitted_is_better(self.curve[-1]):
-                self._use_fitted()
+            if fitted := self._better_fitted(self.curve[-1]):
+                self._replace_last(fitted)
         except KeyboardInterrupt:
             if self.best is None and self.finished is not None:  # blocks were being dropped
                 self.training.student = self.finished
@@ -271,8 +284,8 @@ class _Run:
         if budget.used < end:
             rate = self._find_rate(density if drops else None)
             self.steps_before = budget.spent_steps
-            if self.training.train_stage(end, rate, drops, self._check):
-                self._start_from_fitted()
+            if self.training.train_stage(end, rate, drops, self._check) and self.fitted is not None:
+                self._start_from(self.fitted)
                 self.training.train_stage(end, self._find_rate(None), [], self._check)
         else:
             for drop in drops:
@@ -307,39 +320,29 @@ class _Run:
     def _fit_at_target(self, dense_student: nn.Module) -> None:
         """Fit the dense model at the target density, as a lower bound for what training in stages has to reach."""
         loss, agreed = self._sparsify(dense_student, self.target)
-        self.fitted = self.student
         speedup = speedup_of(self.student, self.dense_model, self.example)
         minutes = self.training.budget.elapsed
-        self.fitted_point = Point(self._density(), speedup, agreed, loss, self._metric(), minutes)
+        self.fitted = _Fitted(self.student, Point(self._density(), speedup, agreed, loss, self._metric(), minutes))
 
-    def _fitted_is_better(self, point: Point) -> bool:
-        """Return whether the model fitted at the target density is better than a point of the curve."""
-        if self.fitted_point is None or self.fitted_point.loss is None or point.loss is None:
-            return False
-        return _score(self.fitted_point.loss, self.fitted_point.metric) > _score(point.loss, point.metric)
+    def _better_fitted(self, point: Point) -> _Fitted | None:
+        """Return the model fitted at the target density if it is better than a point of the curve."""
+        return self.fitted if self.fitted is not None and _score(self.fitted.point) > _score(point) else None
 
-    def _start_from_fitted(self) -> None:
-        """Train the model fitted at the target density from now on; it is the best of the stage so far."""
-        point = self.fitted_point
-        assert self.fitted is not None
-        assert point is not None
-        assert point.loss is not None
-        self.training.student, self.speedup = copy_model(self.fitted), point.speedup
+    def _start_from(self, fitted: _Fitted) -> None:
+        """Train the fitted model from now on; it is the best of the stage so far."""
+        self.training.student, self.speedup = copy_model(fitted.model), fitted.point.speedup
         self.steps_before = self.training.budget.spent_steps
-        self.best, self.best_point = copy_state(self.fitted), point
-        self.best_score = _score(point.loss, point.metric)
+        self.best = _Candidate(copy_state(fitted.model), fitted.point)
 
     def _check(self, loss: float, agreed: float) -> bool:
         """Keep the student's state if it is the best; return whether to start from the fitted model instead."""
         self._record(loss, agreed)
         at_target = self._density() <= self.target * (1 + DENSITY_TOLERANCE)
-        return at_target and self.best_point is not None and self._fitted_is_better(self.best_point)
+        return at_target and self.best is not None and self._better_fitted(self.best.point) is not None
 
-    def _use_fitted(self) -> None:
-        """Replace the last point of the curve, and its model, by those fitted at the target density."""
-        assert self.fitted is not None
-        assert self.fitted_point is not None
-        self.training.student, self.best, self.best_point = self.fitted, copy_state(self.fitted), self.fitted_point
+    def _replace_last(self, fitted: _Fitted) -> None:
+        """Replace the last point of the curve, and its model, by the fitted one."""
+        self.training.student, self.best = fitted.model, _Candidate(copy_state(fitted.model), fitted.point)
         self.curve.pop()
         self._save()
         self._finish_stage()
@@ -369,24 +372,22 @@ class _Run:
     def _record(self, loss: float, agreed: float) -> None:
         """Keep the student's state if it is the best of its stage, and save the run."""
         self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
-        metric = self._metric()
-        score = _score(loss, metric)
-        if self.best is None or score > self.best_score:
-            self.best, self.best_score = copy_state(self.student), score
-            minutes = self.training.budget.elapsed
-            self.best_point = Point(self._density(), self.speedup, agreed, loss, metric, minutes)
+        minutes = self.training.budget.elapsed
+        point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
+        if self.best is None or _score(point) > _score(self.best.point):
+            self.best = _Candidate(copy_state(self.student), point)
             self.training.label = (
-                f"density {self._density():.3g}, {self.speedup:.2f} times as fast, agreement {agreed:.2%}"
+                f"density {point.density:.3g}, {point.speedup:.2f} times as fast, agreement {agreed:.2%}"
             )
         self._save()
 
     def _finish_stage(self) -> None:
         """Continue with the best state of the stage, and add it to the curve."""
-        if self.best is not None and self.best_point is not None:
-            self.student.load_state_dict(self.best)
-            self.curve.append(self.best_point)
+        if self.best is not None:
+            self.student.load_state_dict(self.best.state)
+            self.curve.append(self.best.point)
             self.finished = copy_model(self.student)
-            self.best, self.best_score, self.best_point = None, -math.inf, None
+            self.best = None
 
     def _warn_if_missed(self) -> None:
         """Warn if the density of the best model is above the target."""
@@ -429,19 +430,19 @@ class _Run:
 
     def _save(self) -> None:
         """Write the best model and the state to resume from."""
-        if self.folder is None or self.best is None or self.best_point is None:
+        if self.folder is None or self.best is None:
             return
-        path, best, budget = self.folder / BEST, self.best, self.training.budget
+        path, state, budget = self.folder / BEST, self.best.state, self.training.budget
         about = {
-            "compress": self._settings(),
+            "compress": self._settings,
             "stage": self.stage,
             "minutes": budget.elapsed,
             "steps": budget.spent_steps,
             "dense": self.dense_reasons,
             "curve": self._curve(),
-            "best": asdict(self.best_point),
+            "best": asdict(self.best.point),
         }
-        self._write(lambda: checkpoint.save(path, best, about))
+        self._write(lambda: checkpoint.save(path, state, about))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write a file; warn if it fails for the first time, because the run may take its time to the end."""
@@ -452,7 +453,9 @@ class _Run:
                 warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=6)
             self.is_disk_full = True
 
+    @cached_property
     def _settings(self) -> dict[str, Any]:
+        """What identifies the run, with a checksum of the dense model."""
         size = self.block_size
         tensors = [each for each in self.dense_model.state_dict().values() if isinstance(each, Tensor)]
         return {
@@ -466,26 +469,25 @@ class _Run:
         if self.folder is None or not (self.folder / BEST).is_file():
             return False
         state, about = checkpoint.load(self.folder / BEST)
-        if about.get("compress") != self._settings():
-            expected = f"a run with {self._settings()}, with the model's checksum (use another folder)"
+        if about.get("compress") != self._settings:
+            expected = f"a run with {self._settings}, with the model's checksum (use another folder)"
             raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
         self.training.student = load_sparsified(self.student, state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
         self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
-        self.curve, self.best_point = [Point(**point) for point in about["curve"]], Point(**about["best"])
+        self.curve, point = [Point(**each) for each in about["curve"]], Point(**about["best"])
         self.training.forget_targets()
-        self.best = copy_state(self.student)
-        if (self.best_point.metric is None) != (self.evaluate is None):
-            self.best_point = replace(self.best_point, metric=self._metric())
-        self.best_score = _score(self.best_point.loss, self.best_point.metric)
+        if (point.metric is None) != (self.evaluate is None):
+            point = replace(point, metric=self._metric())
+        self.best = _Candidate(copy_state(self.student), point)
         return True
 
 
-def _score(loss: float | None, metric: float | None) -> float:
+def _score(point: Point) -> float:
     """Return the score by which models are compared: the metric of `evaluate`, or the negative loss without one."""
-    if metric is None:
-        return -math.inf if loss is None else -loss
-    return -math.inf if math.isnan(metric) else metric
+    if point.metric is None:
+        return -math.inf if point.loss is None else -point.loss
+    return -math.inf if math.isnan(point.metric) else point.metric
 
 
 @contextmanager

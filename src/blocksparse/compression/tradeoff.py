@@ -18,13 +18,12 @@ from ..checked import number
 from ..conversion.sparsify import sparsify
 from ..conversion.speed import Example, call_arguments
 from ..errors import BlockSparseError, Page, SparsityWarning
-from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.calibrate import Batches, progress
 from ..sparsity.distillation import Distillation, agreement
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data
-from .measures import density_of, first_example, speedup_of
+from .measures import density_of, first_example, sparse_modules, speedup_of
 from .result import Point, curve_table, plot_curve
 
 # The recommendation lists layers until they take this fraction of the time.
@@ -162,10 +161,8 @@ def tradeoff(
     weights_of: dict[nn.Module, list[Any]] = {}
     for weight in weights:
         weights_of.setdefault(weight.module, []).append(weight)
-    times, names = (
-        _time_shares(model, example, list(weights_of)),
-        {module: name for name, module in model.named_modules()},
-    )
+    times = _time_shares(model, example, list(weights_of))
+    names = {module: name for name, module in model.named_modules()}
     layers = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparsityWarning)
@@ -179,8 +176,7 @@ def tradeoff(
         points = [Point(1.0, 1.0, 1.0)]
         for density in progress(targets, "densities tried:"):
             sparse = sparsify(model, density, block_size, skip=skip, data=read.calibration(), example=example)
-            is_sparse = any(isinstance(each, BlockSparseModule) for each in sparse.modules())
-            speedup = speedup_of(sparse, model, example) if is_sparse else 1.0
+            speedup = speedup_of(sparse, model, example) if sparse_modules(sparse) else 1.0
             points.append(Point(density_of(sparse), speedup, measure_agreement(sparse)))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
 
