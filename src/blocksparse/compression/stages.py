@@ -455,7 +455,7 @@ class _Run:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What identifies the run, with a checksum of the dense model."""
+        """Settings that identify the run, with a checksum of the dense model."""
         size = self.block_size
         tensors = [each for each in self.dense_model.state_dict().values() if isinstance(each, Tensor)]
         return {
