@@ -20,7 +20,7 @@ from blocksparse.sparsity import distillation
 def fast_everywhere(monkeypatch):
     """Take all layers as faster, so that the results do not depend on the machine."""
 
-    monkeypatch.setattr(stages, "keep_faster", lambda model, layouts, example, select: (layouts, {}))
+    monkeypatch.setattr(stages, "keep_faster", lambda model, plan, example: plan)
     torch.manual_seed(0)
 
 
@@ -296,7 +296,10 @@ def test_a_budget_without_time_to_train_is_reported():
 
 
 def test_a_model_that_does_not_get_faster_stays_dense(monkeypatch):
-    monkeypatch.setattr(stages, "keep_faster", lambda *_, **__: ({}, {"first.weight": "too slow"}))
+    def leave_all_dense(model, plan, example):
+        return plan.leave_dense(dict.fromkeys(plan.layouts, "too slow"))
+
+    monkeypatch.setattr(stages, "keep_faster", leave_all_dense)
     with pytest.warns(bs.SparsityWarning, match="nothing gets faster"):
         result = bs.compress(Classifier().eval(), labelled(64), **options())
     assert not weights_of(result.model)

@@ -10,7 +10,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.conversion import speed
-from blocksparse.conversion.selection import ScoredSelection
+from blocksparse.conversion.selection import FixedSelection, Plan, ScoredSelection
 from blocksparse.conversion.sparsify import survey_weights
 from blocksparse.conversion.speed import keep_faster
 from blocksparse.measure import Samples
@@ -160,11 +160,14 @@ def test_keep_faster_drops_slow_layers_and_selects_again(speeds):
     speeds(lambda layer: 0.5 if layer.out_features == 48 else 3)
     weights = survey_weights(model := mlp(64, 128, 48, 64), 16, ()).weights
     selection = ScoredSelection(weights, 0.25, "l2", "global")
-    layouts = selection.layouts(weights)
-    faster, reasons = keep_faster(model, layouts, select=selection.layouts)
-    assert faster == selection.layouts(["0.weight", "4.weight"])
-    assert keep_faster(model, layouts)[0] == {"0.weight": layouts["0.weight"]}, "4.weight is full"
-    assert reasons.keys() == {"2.weight"}
+    plan = keep_faster(model, Plan(selection, selection.layouts(weights)))
+    assert plan.layouts == selection.layouts(["0.weight", "4.weight"])
+    assert plan.reasons.keys() == {"2.weight"}
+    full = bs.BlockLayout(torch.ones(weights["4.weight"].grid, dtype=torch.bool), 16)
+    fixed = FixedSelection(weights, layouts := selection.layouts(["0.weight"]) | {"4.weight": full})
+    plan = keep_faster(model, Plan(fixed, layouts))
+    assert plan.layouts == {"0.weight": layouts["0.weight"]}
+    assert plan.reasons == {"4.weight": "keeps all of its blocks"}
     assert type(model[0]) is nn.Linear
 
 

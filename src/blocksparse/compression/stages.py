@@ -246,16 +246,17 @@ class _Run:
         plan = select_blocks(
             model, candidates, self.target, None, "careful", None, self.training.data.calibration(), limit_loss=False
         )
-        layouts, self.dense_reasons = keep_faster(model, plan.layouts, self.example, select=plan.selection.layouts)
-        if not layouts:
+        plan = keep_faster(model, plan, self.example)
+        self.dense_reasons = {name: plan.reasons[name] for name in candidates.weights if name not in plan.layouts}
+        if not plan.layouts:
             listed = "\n  ".join(format_reasons(self.dense_reasons))
             warnings.warn(
                 f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
                 SparsityWarning,
                 stacklevel=4,
             )
-        self.chosen_names = set(layouts)
-        return bool(layouts)
+        self.chosen_names = set(plan.layouts)
+        return bool(plan.layouts)
 
     def _train(self, density: float, end: float) -> None:
         """Bring the student to a density, train it until a fraction of the budget is used, and keep the best state.

@@ -81,8 +81,9 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     unexpected: Mapping[str, str] = field(default_factory=dict)
 
-    def leave_dense(self, reasons: Mapping[str, str], layouts: Layouts) -> Plan:
-        """Return the plan with the layouts that are left, and with the reasons why other weights stay dense."""
+    def leave_dense(self, reasons: Mapping[str, str]) -> Plan:
+        """Return the plan without the layouts of some weights, with the reasons why these stay dense."""
+        layouts = {name: layout for name, layout in self.layouts.items() if name not in reasons}
         excess = {name: self.selection.excess(name) for name in reasons}
         added = {name: f"{reason}; it {excess[name]}" if excess[name] else reason for name, reason in reasons.items()}
         return replace(self, layouts=layouts, reasons={**self.reasons, **added})

@@ -135,8 +135,7 @@ def sparsify(
     batches = None if data is None else collect_batches(data, "data")
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
     if not force:
-        block_sparse, reasons = keep_faster(model, plan.layouts, example, tokens, plan.selection.layouts)
-        plan = plan.leave_dense(reasons, block_sparse)
+        plan = keep_faster(model, plan, example, tokens)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
     model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
     _warn_if_missed(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,10 @@ from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
 from ..surgery.model_tools import copy_model, parameter_device
-from ..surgery.prunable import Prunable, find_weights
+from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
-from .selection import Layouts
+from .selection import Layouts, Plan
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,65 +47,54 @@ BUSY_SPREAD = 2.0
 _measured: dict[tuple[Any, ...], float] = {}
 
 
-def keep_faster(
-    model: nn.Module,
-    layouts: Layouts,
-    example: Example | None = None,
-    tokens: int = 64,
-    select: Callable[[list[str]], Layouts] | None = None,
-) -> tuple[Layouts, dict[str, str]]:
+def keep_faster(model: nn.Module, plan: Plan, example: Example | None = None, tokens: int = 64) -> Plan:
     """Leave weights dense until every block-sparse module is faster than the dense one, and the model not slower.
 
-    `sparsify` calls this unless forced. The result depends on the machine.
+    `sparsify` calls this unless forced. The result depends on the machine. Blocks are selected again for the weights
+    that are left.
 
     Args:
         model: the dense model, which is left as it is.
-        layouts: the layouts that its weights would get, by name.
+        plan: the layouts that its weights would get.
         example: inputs of the model to time with; the whole model is timed only with them.
         tokens: rows of the inputs to time modules with if there is no example.
-        select: returns new layouts for the weights that are left, by their names; by default they keep theirs.
 
     Returns:
-        The layouts of weights that are better block-sparse, and the reasons why others are better dense, by name.
+        The plan with the layouts of weights that are better block-sparse, and the reasons why others stay dense.
     """
-    weights, reasons = find_weights(model, layouts), dict[str, str]()
     speed = Speed(model, tokens, example)
-    speed.record(weight.module for weight in weights.values())
-    while layouts:
-        sparse = {name: layout for name, layout in layouts.items() if layout.density < 1}
-        slower, speedups = _slower_weights(weights, sparse, speed)
-        slower = slower or _weights_that_slow_the_model(sparse, speedups, speed)
+    speed.record(plan.selection.weights[name].module for name in plan.layouts)
+    while plan.layouts:
+        full = {name: "keeps all of its blocks" for name, layout in plan.layouts.items() if layout.density == 1}
+        slower = _slower_weights(plan.leave_dense(full), speed)
         if not slower:
-            full = {name: "keeps all of its blocks" for name in layouts if name not in sparse}
-            return sparse, reasons | full
-        reasons |= slower
-        names = [name for name in layouts if name not in slower]
-        layouts = select(names) if select and names else {name: layouts[name] for name in names}
-    return {}, reasons
+            return plan.leave_dense(full)
+        plan = plan.leave_dense(slower)
+        if plan.layouts:
+            plan = replace(plan, layouts=plan.selection.layouts(plan.layouts))
+    return plan
 
 
-def _slower_weights(
-    weights: Mapping[str, Prunable], layouts: Layouts, speed: Speed
-) -> tuple[dict[str, str], dict[str, float]]:
-    """Return why some weights are better left dense, and the speed-up of the module of each weight."""
+def _slower_weights(plan: Plan, speed: Speed) -> dict[str, str]:
+    """Return why some weights are better left dense; if each module is faster, why the model is slower with them."""
     by_module: dict[nn.Module, list[str]] = {}
-    for name in layouts:
-        by_module.setdefault(weights[name].module, []).append(name)
+    for name in plan.layouts:
+        by_module.setdefault(plan.selection.weights[name].module, []).append(name)
     reasons: dict[str, str] = {}
     speedups: dict[str, float] = {}
     for names in by_module.values():
         try:
-            speedup = speed.of_weights([(weights[name], layouts[name]) for name in names])
+            speedup = speed.of_weights([(plan.selection.weights[name], plan.layouts[name]) for name in names])
         except BlockSparseError as error:
             reasons |= dict.fromkeys(names, f"does not run block-sparse here: {error}")
             continue
         speedups |= dict.fromkeys(names, speedup)
         for name in names if speedup < MIN_SPEEDUP else ():
-            rows, columns = layouts[name].block_shape
-            details = f"density {layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
+            rows, columns = plan.layouts[name].block_shape
+            details = f"density {plan.layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
             details += "; timings varied, is the machine busy?" if speed.is_busy else ""
             reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})"
-    return reasons, speedups
+    return reasons or _weights_that_slow_the_model(plan.layouts, speedups, speed)
 
 
 def _weights_that_slow_the_model(layouts: Layouts, speedups: Mapping[str, float], speed: Speed) -> dict[str, str]:
