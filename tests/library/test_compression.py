@@ -11,7 +11,8 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.compression import stages, training
-from blocksparse.compression.stages import stage_densities, stage_ends
+from blocksparse.compression.saliency import block_saliency
+from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity import distillation
 
@@ -141,6 +142,23 @@ def test_labels_without_a_class(label):
     data[1][1].fill_(label)
     data[2] = (data[2][0], data[2][1].int())
     assert bs.compress(Classifier().eval(), data, **options()).density <= 0.26
+
+
+def test_blocks_are_scored_by_their_values_and_the_second_moments_of_their_gradients():
+    model = nn.Sequential(bs.nn.Linear(16, 24, block_size=8, density=0.5), bs.nn.Linear(24, 8, block_size=8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert block_saliency(model, optimizer) is None, "no step so far"
+    model(torch.randn(4, 16)).square().sum().backward()
+    optimizer.step()
+    scores = block_saliency(model, optimizer, without=["1"])
+    layer, expected = model[0], torch.zeros(3, 2, dtype=torch.float64)
+    moments = optimizer.state[layer.values]["exp_avg_sq"]
+    for index, (row, column) in enumerate(layer.layout.mask().nonzero().tolist()):
+        expected[row, column] = (layer.values[index].double().square() * moments[index]).mean()
+    assert list(scores) == ["0.weight"]
+    torch.testing.assert_close(scores["0.weight"], expected)
+    moments.zero_()
+    assert block_saliency(model, optimizer) is None, "moments too small for the dtype"
 
 
 def test_schedules():

@@ -28,12 +28,11 @@ from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data, Loss
 from .measures import density_of, first_example, sparse_modules, speedup_of
 from .result import CompressionResult, Point
+from .saliency import block_saliency
+from .schedule import stage_densities, stage_ends
 from .training import RATE_SHARE, Budget, Drop, Training, copy_state
 
 DEFAULT_MINUTES = 10.0
-
-# The last stage, at the target density, has at least this fraction of the budget.
-LAST_SHARE = 0.5
 
 # The model is also fitted at the target density, in one shot, if both fits take less than this fraction of the budget.
 FIT_SHARE = 0.3
@@ -146,18 +145,6 @@ def compress(
     return run.run(skip_by_name(model, skip))
 
 
-def stage_densities(density: float) -> list[float]:
-    """Return the density of each stage: about half of the one before, and `density` in the last stage."""
-    count = max(1, round(-math.log2(density)))
-    return [density ** ((stage + 1) / count) for stage in range(count)]
-
-
-def stage_ends(count: int, begin: float = 0.0) -> list[float]:
-    """Return the fraction of the budget at which each stage ends, from `begin` on; the last has half of the budget."""
-    early = [begin + (1 - LAST_SHARE - begin) * (stage + 1) / (count - 1) for stage in range(count - 1)]
-    return [*(max(begin, end) for end in early), 1.0]
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """The best state of a stage so far, and its point of the curve."""
@@ -261,8 +248,8 @@ class _Run:
     def _train(self, density: float, end: float) -> None:
         """Bring the student to a density, train it until a fraction of the budget is used, and keep the best state.
 
-        The first stage fits weights of the dense model to the data. Later ones drop the smallest blocks in several
-        steps while they train.
+        The first stage fits weights of the dense model to the data. Later ones drop blocks in several steps while they
+        train.
         """
         budget, is_last = self.training.budget, end == 1.0
         if sparse_modules(self.student) == self.sparse_before:
@@ -353,10 +340,12 @@ class _Run:
         return density_of(self.student, self.sparse_before)
 
     def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
-        """Drop the smallest blocks of the student down to a density; the optimizer, if any, trains the others on."""
+        """Drop the student's blocks that matter least down to a density; the optimizer, if any, trains the others."""
         skip = [*(weight.name for weight in prunable(self.student, 1)), *self.sparse_before]
+        scores = None if optimizer is None else block_saliency(self.student, optimizer, self.sparse_before)
+        more: dict[str, Any] = {"optimizer": optimizer, "criterion": scores, "force": True, "inplace": True}
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
-            sparsify(self.student, density, skip=skip, force=True, inplace=True, optimizer=optimizer)
+            sparsify(self.student, density, skip=skip, **more)
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
 
     def _find_rate(self, density: float | None) -> float:

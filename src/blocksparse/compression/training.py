@@ -210,7 +210,7 @@ class Training:
             done = (used - begin) / (end - begin)
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
-            if dropped < len(drops) and done * len(drops) >= dropped * DROP_SHARE:
+            if dropped < len(drops) and done * len(drops) >= (dropped + 1) * DROP_SHARE:
                 drops[dropped](optimizer)
                 dropped += 1
                 good = copy_state(self.student)
