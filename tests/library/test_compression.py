@@ -2,6 +2,9 @@
 
 import importlib
 import itertools
+import os
+import signal
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity import distillation
+from processes import CONTEXT
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +271,33 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     evaluated = bs.compress(model, data, **options(steps=600, folder=tmp_path, evaluate=lambda model: -5.0))
     assert evaluated.metric == -5
     assert "metric" in str(evaluated)
+
+
+def die_after_the_first_save(model, data, folder):
+    stages.keep_faster, save = (lambda model, layouts, example, select: (layouts, {})), stages.checkpoint.save
+
+    def save_and_die(*args):
+        save(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    stages.checkpoint.save = save_and_die
+    bs.compress(model, data, **options(folder=folder))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path):
+    data = labelled(128)
+    model = trained(Classifier(), data)
+    process = CONTEXT.Process(target=die_after_the_first_save, args=(model, data, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    _, saved = stages.checkpoint.load(tmp_path / "best.safetensors")
+    assert saved["stage"] == 0
+    result = bs.compress(model, data, **options(folder=tmp_path))
+    assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
+    assert len(result.curve) == 3
+    assert result.density <= 0.26
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
