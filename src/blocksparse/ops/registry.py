@@ -153,6 +153,8 @@ class Op:
 # -- the way of a call -------------------------------------------------------------------------------------------
 
 Tensors = Sequence[Tensor | None]
+Options = Sequence[Any]
+"""The arguments of an op that are not tensors."""
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -251,17 +253,17 @@ class LayoutOp(Op):
 
     # Subclasses define these; `tensors` are the op's tensors, `options` the rest of its arguments.
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         """Check the number of axes of each tensor, and return the block, the tensors' shapes and the result's."""
         raise NotImplementedError
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the backend's result."""
         x = tensors[0]
         result: Tensor = getattr(self.on(x.device, x.dtype), self.name)(*tensors, layout, *options)
         return result
 
-    def tensors_to_save(self, tensors: Any, output: Tensor, options: Sequence[Any]) -> Tensors:
+    def tensors_to_save(self, tensors: Any, output: Tensor, options: Options) -> Tensors:
         """Return the tensors that `backward` needs.
 
         These are the op's tensors; for a product with a bias, x, values, and what the activation's gradient needs.
@@ -272,23 +274,18 @@ class LayoutOp(Op):
         return x, values, None if activation in (None, "relu") else bias, output if activation == "relu" else None
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the needed gradients of the op's tensors, computed by operations that can be differentiated."""
         raise BlockSparseError.expected(self.name, "tensors without gradients", "requires_grad")
 
-    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+    def indices(self, layout: BlockLayout, tensors: Any, options: Options) -> Sequence[Tensor]:
         """Return the index tensors that stand for the layout in a graph with this call."""
         return index_tensors(layout, tensors[0].device)
 
     # Ways of a call: `direct` for eager calls, PyTorch's op (`_autograd`, then `_run` or `_meta`) for all others.
 
-    def __call__(self, tensors: Tensors, layout: AnyLayout, options: Sequence[Any] = ()) -> Tensor:
+    def __call__(self, tensors: Tensors, layout: AnyLayout, options: Options = ()) -> Tensor:
         """Return the result for checked tensors. Bypasses PyTorch's dispatcher, except for a profiler to see the op."""
         if can_call_directly(layout, *tensors):
             return self.direct(tensors, layout, options)
@@ -298,7 +295,7 @@ class LayoutOp(Op):
         result: Tensor = self.torch_op(*tensors, layout.indices, layout.in_blocks, *options)
         return result
 
-    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
+    def direct(self, tensors: Tensors, layout: BlockLayout, options: Options = ()) -> Tensor:
         """Return the backend's result, recorded by autograd if a tensor needs a gradient."""
         if needs_grad(*tensors):
             return _apply_node(self, None, layout, options, *tensors)
@@ -340,7 +337,7 @@ class LayoutOp(Op):
             result: Tensor = self.torch_op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
         return result
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[Any, GraphLayout, Sequence[Any]]:
+    def _split(self, arguments: Sequence[Any]) -> tuple[Any, GraphLayout, Options]:
         """Return tensors, layout and options from the arguments of PyTorch's op."""
         count = len(self.tensor_names)
         return arguments[:count], GraphLayout(*arguments[count : count + 2]), arguments[count + 2 :]
@@ -354,7 +351,7 @@ class _Node(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, op: LayoutOp, keys: Any, layout: Any, options: Sequence[Any], *arguments: Any) -> Tensor:
+    def forward(ctx: Any, op: LayoutOp, keys: Any, layout: Any, options: Options, *arguments: Any) -> Tensor:
         tensors, indices = arguments[: len(op.tensor_names)], arguments[len(op.tensor_names) :]
         if keys is None:
             output = op.compute(tensors, layout, options)

@@ -21,7 +21,7 @@ from ..graph_layout import AnyLayout, index_tensors
 from ..linear import LINEAR, LINEAR_WGRAD
 from ..linear import triton as products
 from ..lower_to_triton import lower_to_triton, needs_schedule, traced_layout
-from ..registry import Geometry, LayoutOp, Tensors, features_of
+from ..registry import Geometry, LayoutOp, Options, Tensors, features_of
 from . import cpu, reference, triton
 from .plan import axes_of, is_linear
 
@@ -32,7 +32,7 @@ class Conv(LayoutOp):
     Its tensors are x, values and bias, its options transpose, transposed, size, stride, padding, dilation, activation.
     """
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, _), (transpose, _, size, *_, activation) = tensors, options
         axes = len(size)
         if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
@@ -44,7 +44,7 @@ class Conv(LayoutOp):
         shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
         return Geometry(block, shapes, (x.shape[0], *size, out))
 
-    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+    def indices(self, layout: BlockLayout, tensors: Any, options: Options) -> Sequence[Tensor]:
         """Return crow and col, and the GPU's schedule if a graph needs it."""
         (x, values, _), (transpose, transposed, _, stride, padding, dilation, _) = tensors, options
         indices, kernel = index_tensors(layout, x.device), values.shape[3:]
@@ -56,7 +56,7 @@ class Conv(LayoutOp):
         taps, last = int(kernel.numel()), (int(kernel[-1]), int(stride[-1]), int(dilation[-1]))
         return [*indices, *triton.schedule(layout, x.device, x.dtype, taps, last, transposed != transpose)]
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the convolution; one with a single tap and no stride or padding is computed as a linear product."""
         (x, values, bias), (transpose, transposed, size, *steps, activation) = tensors, options
         input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
@@ -71,12 +71,7 @@ class Conv(LayoutOp):
         return result
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of x, values and bias: transposed convolution, `ConvWgrad`, sums over positions."""
         (x, values, bias, output), (transpose, transposed, _, *steps, activation) = saved, options
@@ -97,7 +92,7 @@ class ConvWgrad(LayoutOp):
     Its tensors are grad and x, its options transposed, kernel, stride, padding and dilation.
     """
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (grad, x), kernel = tensors, options[1]
         if not 1 <= len(kernel) == x.dim() - 2 == grad.dim() - 2:
             got = f"{list(grad.shape)}, {list(x.shape)}, {list(kernel)}"
@@ -107,7 +102,7 @@ class ConvWgrad(LayoutOp):
         shapes = [(x.shape[0], *grad.shape[1:-1], out), (*x.shape[:-1], in_)]
         return Geometry(block, shapes, (nnz, *block, *kernel))
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the gradient of the values; one of a single tap is computed as that of a linear product."""
         (grad, x), (transposed, kernel, *steps) = tensors, options
         input, output = (grad, x) if transposed else (x, grad)
@@ -120,12 +115,7 @@ class ConvWgrad(LayoutOp):
         return result
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of grad and x: convolutions with the incoming gradient as the values."""
         (left, x), (transposed, _, *steps) = saved, options

@@ -17,7 +17,7 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..graph_layout import AnyLayout
 from ..linear import LINEAR
-from ..registry import Geometry, LayoutOp, Tensors, features_of
+from ..registry import Geometry, LayoutOp, Options, Tensors, features_of
 
 
 class ExpertPart(NamedTuple):
@@ -63,7 +63,7 @@ class ExpertLinear(LayoutOp):
     Its tensors are values and x, its options starts and transpose.
     """
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (values, x), (starts, transpose) = tensors, options
         if values.dim() != 3 or x.dim() != 2:
             raise BlockSparseError.expected("values, x", "3-D, 2-D", f"{values.dim()}-D, {x.dim()}-D")
@@ -71,7 +71,7 @@ class ExpertLinear(LayoutOp):
         out, in_ = features_of(_grid_of_part(grid, starts), block, transpose)
         return Geometry(block, [(nnz, *block), (x.shape[0], in_)], (x.shape[0], out))
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the products, one per expert with rows; rows behind the last expert's are 0."""
         (values, x), (starts, transpose) = tensors, options
         *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
@@ -88,12 +88,7 @@ class ExpertLinear(LayoutOp):
         return y
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of values and x: `ExpertLinearWgrad` and the transposed product."""
         (values, x), (starts, transpose) = saved, options
@@ -109,7 +104,7 @@ class ExpertLinear(LayoutOp):
 class ExpertLinearWgrad(LayoutOp):
     """The stored blocks of grad^T x of each expert's rows; its tensors are grad and x, its option is starts."""
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (grad, x), (starts,) = tensors, options
         if grad.dim() != 2 or x.dim() != 2:
             raise BlockSparseError.expected("grad, x", "2-D, 2-D", f"{grad.dim()}-D, {x.dim()}-D")
@@ -117,7 +112,7 @@ class ExpertLinearWgrad(LayoutOp):
         block = grad.shape[1] // grid[0], x.shape[1] // grid[1]
         return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the stored blocks of all experts' gradients; those of an expert without rows are 0."""
         (grad, x), (starts,) = tensors, options
         values = workspace.empty(layout.values_shape, x.dtype, x.device)
@@ -132,12 +127,7 @@ class ExpertLinearWgrad(LayoutOp):
         return values
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of grad and x: products with the incoming gradient as the values."""
         (left, x), (starts,) = saved, options

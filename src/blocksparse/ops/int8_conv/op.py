@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..conv.plan import axes_of
 from ..int8_linear import Int8Op
-from ..registry import Geometry
+from ..registry import Geometry, Options
 from . import cpu, reference
 
 
@@ -22,7 +21,7 @@ class Int8Conv(Int8Op):
     Its tensors are x, values, scales and bias, its options size, stride, padding, dilation and activation.
     """
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, *_), (size, *_, activation) = tensors, options
         axes = len(size)
         if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
@@ -34,7 +33,7 @@ class Int8Conv(Int8Op):
         shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (nnz, block[0]), (out,)]
         return Geometry(block, shapes, (x.shape[0], *size, out))
 
-    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+    def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         (x, values, *_), (size, *steps, activation) = tensors, options
         axes = axes_of(x.shape[1:-1], size, values.shape[3:], *steps)
         result: Tensor = self.on(x.device, x.dtype).int8_conv(*tensors, layout, axes, activation)

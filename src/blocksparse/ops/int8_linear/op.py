@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..checks import check_tangents
-from ..registry import Geometry, LayoutOp, Tensors
+from ..registry import Geometry, LayoutOp, Options, Tensors
 from . import cpu, reference
 
 # Sums of 8-bit products of this many inputs fit int32.
@@ -27,14 +26,14 @@ class Int8Op(LayoutOp):
 
     dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
 
-    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
+    def direct(self, tensors: Tensors, layout: BlockLayout, options: Options = ()) -> Tensor:
         return self.compute(tensors, layout, options)  # the public function has refused tensors that need a gradient
 
 
 class Int8Linear(Int8Op):
     """activation(x W^T + bias) with tensors x, values, scales, bias and option activation. It has no gradient."""
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, *_), (activation,) = tensors, options
         if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
             expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"

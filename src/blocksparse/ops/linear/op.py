@@ -16,7 +16,7 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..graph_layout import AnyLayout, index_tensors
 from ..lower_to_triton import is_bucket_known, lower_to_triton, needs_schedule, traced_layout
-from ..registry import Geometry, LayoutOp, Tensors, can_call_directly, features_of, needs_grad
+from ..registry import Geometry, LayoutOp, Options, Tensors, can_call_directly, features_of, needs_grad
 from . import cpu, reference, triton
 
 
@@ -26,14 +26,14 @@ class Linear(LayoutOp):
     Its tensors are x, values and bias, its options transpose and activation.
     """
 
-    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+    def indices(self, layout: BlockLayout, tensors: Any, options: Options) -> Sequence[Tensor]:
         """Return crow and col, and the GPU's schedule if a graph needs it."""
         x, indices = tensors[0], index_tensors(layout, tensors[0].device)
         if not (needs_schedule(layout, x) and is_bucket_known(x.shape[0])):
             return indices
         return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, _), (transpose, activation) = tensors, options
         if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
             expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
@@ -44,12 +44,7 @@ class Linear(LayoutOp):
         return Geometry(block, [(tokens, in_), (nnz, *block), (out,)], (tokens, out))
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of x, values and bias: the transposed product, `LinearWgrad`, and sums over tokens.
 
@@ -78,7 +73,7 @@ class Linear(LayoutOp):
 class LinearWgrad(LayoutOp):
     """The blocks of grad^T x that the layout stores; its tensors are grad and x."""
 
-    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         grad, x = tensors
         if grad.dim() != 2 or x.dim() != 2:
             raise BlockSparseError.expected(
@@ -88,12 +83,7 @@ class LinearWgrad(LayoutOp):
         return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
 
     def backward(
-        self,
-        grad: Tensor,
-        saved: Any,
-        layout: AnyLayout,
-        options: Sequence[Any],
-        needed: Sequence[bool],
+        self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
     ) -> Tensors:
         """Return the gradients of grad and x: products with the incoming gradient as the values."""
         left, x = saved
