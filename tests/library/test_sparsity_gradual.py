@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity import GradualPruning
+from blocksparse.sparsity import GradualBlockPruning, GradualPruning
 from blocksparse.sparsity.selection import dense_norms
 from loops import update
 
@@ -130,3 +130,40 @@ def test_inputs_as_blocks():
     assert sparse.layout.col_indices().tolist() == best.tolist()
     x = torch.randn(3, 20)
     torch.testing.assert_close(sparse(x), x[:, best] @ weight[:, best].T + layer.bias)
+
+
+def test_blocks_regrow_where_the_dense_gradient_is_largest():
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(64, 64, block_size=8, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
+    method = GradualBlockPruning(layer, optimizer, 0.25, end=4, every=2, regrow=0.5, keep_lines=False)
+    update(optimizer, layer(torch.randn(16, 64)).square().sum(), method)
+    before, x, target = layer.values.detach().clone(), torch.randn(16, 64), torch.randn(16, 64)
+    gradient = (2 * (layer(x) - target)).detach().T @ x
+    update(optimizer, (layer(x) - target).square().sum(), method)
+    # 22 of 64 blocks are left at density 0.25 + 0.75 (1 - 2/4)^3, and 5 of them move: 0.5 / 2 (1 + cos(pi 2/4)).
+    order = before.norm(dim=(1, 2)).argsort(descending=True)
+    stays = torch.zeros(64, dtype=torch.bool).index_fill(0, order[:17], True)
+    norms = gradient.view(8, 8, 8, 8).norm(dim=(1, 3)).flatten().masked_fill(stays, -1)
+    expected = stays.clone().index_fill(0, norms.topk(5).indices, True)
+    assert torch.equal(layer.layout.mask().flatten(), expected)
+    old = order[:22]  # blocks that would be dropped and grown again keep their values, and no weight moves
+    for values, place in zip(layer.values, expected.nonzero().flatten(), strict=True):
+        assert torch.equal(values, before[place] if place in old else torch.zeros(8, 8))
+    momentum = optimizer.state[layer.values]["momentum_buffer"]
+    assert momentum.shape == layer.values.shape
+    for _ in range(2):
+        update(optimizer, layer(x).square().sum(), method)
+    assert layer.layout.density == 0.25, "nothing regrows in the last call"
+    assert method.fraction(4) == 0
+
+
+def test_regrowth_needs_gradients():
+    with pytest.raises(bs.BlockSparseError, match="expected a linear layer or a convolution"):
+        GradualBlockPruning(bs.nn.LSTM(16, 16, density=0.9, block_size=8), end=4, density=0.5, regrow=0.3)
+    with pytest.raises(bs.BlockSparseError, match="regrow"):
+        GradualBlockPruning(bs.nn.Linear(16, 16, block_size=8), end=4, density=0.5, regrow=2)
+    layer = bs.nn.Linear(16, 16, block_size=8)
+    method = GradualBlockPruning(layer, end=4, every=1, density=0.5, regrow=0.3)
+    with pytest.raises(bs.BlockSparseError, match="step of GradualBlockPruning: expected a backward pass"):
+        method.step()

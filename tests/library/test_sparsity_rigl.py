@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity.sparse_training import rigl
 from blocksparse.sparsity.sparse_training.dense_gradient import (
     TILE,
     GradientWatch,
@@ -167,7 +166,7 @@ def rigged(layer, *, gradient=False, alpha=0.6, every=1, calls=1, seed=0, keep_l
     ("sizes", "block", "density"), [((90, 60), 1, 0.1), ((120, 77), 4, 0.25), ((64, 200), (8, 2), 0.2)], ids=str
 )
 def test_without_a_gradient_blocks_grow_at_random(sizes, block, density, tile, monkeypatch):
-    monkeypatch.setattr("blocksparse.sparsity.sparse_training.rigl.TILE", tile)
+    monkeypatch.setattr("blocksparse.sparsity.sparse_training.gradient_growth.TILE", tile)
     torch.manual_seed(1)
     layer = bs.nn.Linear(*sizes, density=density, block_size=block)
     start = layer.layout
@@ -263,7 +262,7 @@ def test_the_dense_gradient_is_never_more_than_a_tile():
 
 def test_a_step_allocates_no_more_than_a_tile(monkeypatch):
     features, tile = 2048, 1 << 16
-    monkeypatch.setattr(rigl, "TILE", tile)
+    monkeypatch.setattr("blocksparse.sparsity.sparse_training.gradient_growth.TILE", tile)
     layer = bs.nn.Linear(features, features, layout=bs.patterns.random((features, features), 8, 0.01, seed=0))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)

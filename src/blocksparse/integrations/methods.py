@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..checkpoint import part
 from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.pruning.dense_pruner import DensePruner
-from ..sparsity.sparse_training.rigl import RigL
+from ..sparsity.sparse_training.gradient_growth import GradientGrowth
 from ..sparsity.training_method import TrainingMethod
 from ..sparsity.updates import was_skipped
 from ..surgery.optimizer import unwrapped
@@ -80,9 +80,9 @@ class Methods:
         self.model, self.methods = model, methods
 
     def hold_weights(self) -> None:
-        """Keep the weights in RigL's iteration if the optimizer computes gradients inside its step."""
+        """Keep the weights in an iteration in which blocks grow, if the optimizer's step computes the gradients."""
         for method in self.methods:
-            if isinstance(method, RigL):
+            if isinstance(method, GradientGrowth):
                 method.hold_weights()
 
     def add_penalties(self, loss_scale: float = 1.0) -> None:

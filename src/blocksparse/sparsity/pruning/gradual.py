@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...checked import integer
+from ...checked import integer, number
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..lines import lines_of
 from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms
-from ..sparse_training.dynamic_sparsity import DynamicSparsity, Modules
+from ..sparse_training.dynamic_sparsity import Modules
+from ..sparse_training.gradient_growth import GradientGrowth
 from .dense_pruner import MaskedPruner
 from .schedule import CubicSchedule
 
@@ -113,20 +115,26 @@ class GradualPruning(_MagnitudeSelection, MaskedPruner):
         self.keep |= self._select(norms, self.blocks)
 
 
-class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
+class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
     """Gradual magnitude pruning of block-sparse layers. Call `step` after each `optimizer.step()`.
 
     Selects blocks as `GradualPruning` does, in layers that start with all or some blocks stored. Removed blocks are no
     longer stored, so training gets cheaper with the density, and there is no `finish`. Works on tensor-parallel parts
     and FSDP2 shards. Under DistributedDataParallel, wrap the model again after a call that changed it.
 
+    With `regrow`, each call that prunes also moves blocks, as GraNet does: each weight drops a fraction of the blocks
+    that are left, the smallest first, and as many grow where the dense gradient is largest. This fraction falls from
+    `regrow` at `begin` to 0 at `end` by a cosine. As in `RigL`, only linear layers and convolutions can grow blocks,
+    and weights do not move in that iteration.
+
     Args:
         modules, optimizer, skip, on_layout_change: see `SET`.
         density: fraction of all blocks of these weights to keep at the end, 0.1 by default.
         begin, end, every, norm, scope, seed, keep_lines: see `GradualPruning`.
+        regrow: initial fraction of the blocks that move, 0 to 1; 0 by default. GraNet has 0.5.
 
     Raises:
-        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`.
+        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -137,7 +145,8 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         >>> layer.layout.nnz, layer.layout.density
         (16, 0.25)
 
-    Source: Zhu, Gupta (2017), as for `GradualPruning`.
+    Source: Zhu, Gupta (2017), as for `GradualPruning`; Liu et al., Sparse training via boosting pruning plasticity with
+    neuroregeneration (2021), for `regrow`.
     """
 
     def __init__(
@@ -154,6 +163,7 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
         skip: Skip = (),
         seed: int = 0,
         keep_lines: bool = True,
+        regrow: float = 0.0,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, seed=seed, on_layout_change=on_layout_change)
@@ -164,11 +174,30 @@ class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
             self.blocks[name] = Blocks((*weight.layout.shape, *weight.local.shape[3:]), weight.layout.block_shape)
         trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
         self._configure(CubicSchedule(density, begin, end, every), norm, scope, trained)
+        self.regrow = number("regrow", regrow, 0, 1)
+        if regrow:
+            self._watch_gradients()
+
+    def fraction(self, t: int) -> float:
+        """Return the fraction of the blocks that move in call t, counted from 1."""
+        begin, end = self.schedule.begin, self.schedule.end
+        return self.regrow / 2 * (1 + math.cos(math.pi * (t - begin) / (end - begin)))
 
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)
 
+    def _grows(self, call: int) -> bool:
+        return self.regrow > 0 and self._due(call) and self.schedule.begin < call < self.schedule.end
+
     def _change_layouts(self) -> None:
+        """Prune down to the schedule's density; then let some of the blocks that are left move."""
+        watches = self._recorded_gradients() if self._grows(self.calls) else []
+        self._prune()
+        if watches:
+            for i, _, weight in self._trained_weights():
+                self._drop_and_grow(weight, watches[i], self.fraction(self.calls), self._tie_break(i))
+
+    def _prune(self) -> None:
         """Drop the stored blocks with the smallest norms, down to the schedule's density."""
         weights = {name: weight for _, name, weight in self._trained_weights()}
         norms = {}

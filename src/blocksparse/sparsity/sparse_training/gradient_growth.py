@@ -1,0 +1,162 @@
+"""The base class of methods that grow blocks where the dense gradient is largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...nn.conv import Convolution
+from ...nn.linear import Linear
+from ...nn.tensor_parallel_part import TensorParallelPart
+from ...surgery.optimizer import unwrapped
+from ...surgery.rewire import rewire
+from ...surgery.weight_handle import WeightHandle
+from ..lines import NO_LINES, coverable, empty_lines, lines_of
+from ..selection import mark_smallest, stored_norms
+from ..updates import was_skipped
+from .dense_gradient import TILE, GradientWatch, gradient_norms, largest_norms
+from .dynamic_sparsity import DynamicSparsity
+from .growth import best_places
+
+
+class GradientGrowth(DynamicSparsity):
+    """A method that records the layers' inputs and output gradients in the iterations in which it grows blocks.
+
+    A subclass sets `norm` and `keep_lines`, then calls `_watch_gradients`. A hook clears the gradients before the
+    optimizer's step in these iterations, so that weights do not move.
+    """
+
+    modules: dict[str, Linear | Convolution]  # type: ignore[assignment]
+    norm: str
+    _watches: Sequence[GradientWatch] = ()
+    _held = False  # whether the hook has cleared gradients since the last call
+
+    def _watch_gradients(self) -> None:
+        """Start to watch the layers, after a check of their types."""
+        for name, module in self.modules.items():
+            if not isinstance(module, Linear | Convolution):
+                expected = "a linear layer or a convolution (or it in skip)"
+                raise BlockSparseError.expected(name or "modules", expected, type(module))
+        self._hook_optimizer()
+        self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_watches": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hook_optimizer()
+        self._prepare()
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        before = self.optimizer
+        super().use_optimizer(optimizer)
+        if self.optimizer is not before:
+            self._hook_optimizer()
+
+    def _hook_optimizer(self) -> None:
+        """Call `_before_update` before each step of the optimizer."""
+        if self.optimizer is not None:
+            # A weak reference: the optimizer must not keep the method alive.
+            unwrapped(self.optimizer).register_step_pre_hook(partial(_before_update, ref(self)))
+
+    def hold_weights(self) -> None:
+        """Clear all gradients in an iteration in which blocks grow; the optimizer calls this before its step.
+
+        If the optimizer computes gradients within its step, call it again after that.
+        """
+        # If `step` is called before the optimizer's step, the watches are those of the next iteration.
+        if self.optimizer is None or not any(watch.passes for watch in self._watches):
+            return
+        unwrapped(self.optimizer).zero_grad(set_to_none=True)
+        self._held = True
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self._prepare()
+
+    def _step(self) -> bool:
+        """Change the layouts if this call is due, and return whether it was; clear the gradients if blocks grew.
+
+        Then watch the layers if blocks grow in the next call.
+        """
+        changed = super()._step()
+        if changed and self._grows(self.calls) and self.optimizer is not None:
+            unwrapped(self.optimizer).zero_grad(set_to_none=True)  # in case `step` is called before the optimizer's
+        self._prepare()
+        return changed
+
+    def _prepare(self) -> None:
+        """Watch the layers if blocks grow in the next iteration, and only then."""
+        for watch in self._watches:
+            watch.close()
+        self._watches = [GradientWatch(layer) for layer in self.modules.values()] if self._grows(self.calls + 1) else []
+        self._held = False
+
+    def _grows(self, call: int) -> bool:
+        """Return whether blocks grow in this call."""
+        return self._due(call)
+
+    def _recorded_gradients(self) -> Sequence[GradientWatch]:
+        """Return what was recorded for each module.
+
+        Raises:
+            BlockSparseError: a trained layer had no backward pass since the last call.
+        """
+        for i, name, _ in self._trained_weights():
+            if not self._watches[i].passes:
+                expected = "a backward pass through it before (torch.compile hides it unless "
+                expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False)"
+                raise BlockSparseError.expected(f"step of {name or type(self).__name__}", expected, "none")
+            self._watches[i].drop_overflows()
+        return self._watches
+
+    def _drop_and_grow(
+        self, weight: WeightHandle, watch: GradientWatch, fraction: float, tie_break: partial[np.ndarray]
+    ) -> None:
+        """Drop this fraction of the blocks of one weight, the smallest, and grow those with the largest gradients."""
+        layout, part_layout = weight.layout, watch.layer.layout
+        count = int(fraction * layout.nnz)
+        keys, columns = layout.keys_of_blocks(), layout.grid[1]
+        drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
+        lines = coverable(lines_of(weight), layout.nnz) if self.keep_lines else NO_LINES
+        empty = empty_lines(lines, keys[~drop], columns)
+        # Under tensor parallelism the recorded gradient is that of this process's part of the weight.
+        part = watch.layer.part or TensorParallelPart(layout.grid, 0, np.arange(layout.grid[0]), None)
+        stays = ~drop[weight.part_positions]
+        kernel, replicas = tuple(weight.local.shape[3:]), weight.replicas or watch.replicas
+        # Under FSDP2 a tile must not need more memory than this process's share of the values.
+        tile = TILE if weight.is_whole else min(TILE, weight.max_local_size)
+        places, norms = largest_norms(
+            gradient_norms(watch.passes, part_layout, kernel, self.norm, tile, replicas=replicas),
+            part_layout.keys_of_blocks()[stays],
+            part_layout.grid[1],
+            count,
+            lambda keys: tie_break(part.global_keys(keys, part_layout.grid[1])),
+            part.local_lines(empty),
+        )
+        places, norms = weight.gather_places(places, norms)
+        if not np.isfinite(norms).all():  # an overflow, after which GradScaler skips the update too
+            return
+        grow = best_places(places, norms, count, columns, empty, tie_break)
+        drop &= ~np.isin(keys, grow)
+        rows, cols = np.divmod(np.setdiff1d(grow, keys, assume_unique=True), columns)
+        rewire(weight, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+
+
+def _before_update(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hook of the optimizer: clear gradients in an iteration in which blocks grow."""
+    growth = method()
+    if growth is None or unwrapped(growth.optimizer) is not optimizer or was_skipped(optimizer):
+        return
+    if growth._held:
+        name = type(growth).__name__
+        raise BlockSparseError(f"optimizer.step() called again before {name}'s step(): call both once per iteration")
+    growth.hold_weights()
