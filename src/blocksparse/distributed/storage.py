@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .state import LocalChunk
 
@@ -101,7 +102,7 @@ class AtomicWriter(FileSystemWriter):
             for plan in plans
         ]
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata file, and delete data files that do not belong to this checkpoint."""
         super().finish(metadata, results)
         folder = Path(self.path)
@@ -111,7 +112,7 @@ class AtomicWriter(FileSystemWriter):
                 os.fsync(opened)
             finally:
                 os.close(opened)
-        own = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        own = {result.storage_data.relative_path for written in results for result in written}
         for other in folder.glob("*.distcp"):  # of the previous checkpoint, and of writers that were killed
             if other.name not in own:
                 with suppress(OSError):
