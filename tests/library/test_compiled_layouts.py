@@ -105,7 +105,7 @@ def test_copies_are_checked_by_their_own_buffers():
 
 @pytest.mark.parametrize("kind", [bs.nn.LSTM, bs.nn.MultiplicativeLSTM, bs.nn.SmallWorldLSTM])
 def test_how_indices_get_to_a_device_is_not_traced(kind, monkeypatch):
-    """Before PyTorch 2.13 it cannot be."""
+    """PyTorch before 2.13 cannot trace it."""
     tag, found = bs.BlockLayout._tag, []
 
     def untraced(layout, *indices):

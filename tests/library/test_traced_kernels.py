@@ -8,10 +8,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from blocksparse.ops.gpu import runtime
 
 pytestmark = pytest.mark.skipif(not runtime._installed(), reason="Triton is not installed")
+lowered = pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.12",
+    reason="PyTorch 2.10 and 2.11 cannot compile a training step with launches: their graphs keep the ops",
+)
 # Of each work the kernels of a training step, forward, dgrad and wgrad.
 PRODUCTS = ["linear_kernel"] * 2 + ["linear_wgrad_kernel"]
 WGRAD = ["conv_wgrad_kernel", "sum_kernel"]
@@ -49,6 +54,7 @@ def traced(name, variant=""):
     return found["calls"], found["launches"]
 
 
+@lowered
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_compiled_graph_is_lowered_to_the_kernels(name):
     calls, _ = traced(name)
@@ -61,6 +67,7 @@ def test_a_compiled_graph_is_lowered_to_the_kernels(name):
     assert calls.index(shapes[1]) == calls.index(shapes[0]) + 1
 
 
+@lowered
 @pytest.mark.parametrize("name", KERNELS)
 def test_launches_of_a_graph_equal_eager_ones(name):
     _, launches = traced(name)
@@ -97,6 +104,7 @@ def test_exported_graphs_keep_the_op_for_any_number_of_rows(name):
     assert ops == [f"blocksparse.{'conv' if 'conv' in name else name}.default"]
 
 
+@lowered
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_use_backend_recompiles_with_the_op(name):
     calls, _ = traced(name, "forced")

@@ -14,6 +14,7 @@ from .. import ops
 from ..checked import integer, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.graph_layout import is_exporting
 from .module import Weight
 from .multi_weight import MultiWeightModule, Size
 
@@ -139,7 +140,7 @@ class Experts(MultiWeightModule):
         if top_k_index.dtype == torch.bool or top_k_index.is_floating_point() or top_k_index.is_complex():
             expected = "integers, the numbers of experts (write top_k_index.long())"
             raise BlockSparseError.expected("top_k_index", expected, top_k_index.dtype)
-        exported = torch.compiler.is_exporting() and self._is_dense  # an exported graph needs PyTorch's ops only
+        exported = is_exporting() and self._is_dense  # an exported graph needs PyTorch's ops only
         if exported or _is_captured(hidden_states):
             return self._compute_all_tokens(hidden_states, top_k_index, top_k_weights)
         order, place, starts = ops.route(top_k_index, self.num_experts)

@@ -10,11 +10,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..ops.graph_layout import DynamicLayout, register_indices
+from ..ops.graph_layout import DynamicLayout, is_exporting, register_indices
 from ..state_indices import has_indices
 
 CHANGED_INDICES = (
@@ -106,8 +106,9 @@ class LayoutModule(nn.Module):
 
     def _layout_in_graph(self) -> BlockLayout:
         """Return the layout while a graph is compiled: a constant, or an input once the layout has changed."""
-        if _check_in_graph(self._id):
-            self._check_buffers()
+        changed = _check_in_graph(self._id)
+        if changed:
+            raise self._changed_error(changed)
         if self._layout_is_dynamic and not is_exporting():
             return DynamicLayout(self.crow_indices, self.col_indices, self._grid, self._block_shape)
         return self._layout
@@ -127,13 +128,17 @@ class LayoutModule(nn.Module):
         """
         changed, is_average = compare_buffers(self)
         if changed and not is_average:
-            raise BlockSparseError.expected(changed, f"those of {self._layout!r}", CHANGED_INDICES)
+            raise self._changed_error(changed)
         indices = self.crow_indices, self.col_indices
         if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
             if changed or any(index.is_inference() for index in indices):  # inference tensors have no version counter
                 self.reset_layout_buffers()
             else:
                 self._record_versions()
+
+    def _changed_error(self, changed: str) -> BlockSparseError:
+        """Return the error for an index buffer of this name that was overwritten."""
+        return BlockSparseError.expected(changed, f"those of {self._layout!r}", CHANGED_INDICES)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -263,7 +268,7 @@ def was_compiled(module: LayoutModule) -> bool:
 
 
 # The attribute that torch.compiler.assume_constant_result sets. Calling that function would import the compiler.
-compare_buffers._dynamo_marked_constant = _check_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_check_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -54,6 +54,14 @@ class DynamicLayout(BlockLayout):
         return f"DynamicLayout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz})"
 
 
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces a model.
+
+    In PyTorch 2.10 and 2.11, `torch.compiler.is_exporting()` is true in graphs of `torch.compile` too.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 # -- from a layout to index tensors ------------------------------------------------------------------------------
 
 

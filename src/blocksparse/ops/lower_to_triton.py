@@ -57,6 +57,7 @@ def needs_schedule(layout: BlockLayout, x: Tensor) -> bool:
 
     A graph does not need it if the number of rows of x becomes known only when it runs.
     """
+    # PyTorch 2.10 and 2.11 cannot compile a training step with launches. There, is_exporting() is true in every graph.
     traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
     lowered = traced and x.device.type == LOWERED_DEVICE and not isinstance(layout, DynamicLayout) and not is_forced()
     return lowered and all(_is_known(size == 0) for size in x.shape)

@@ -15,6 +15,7 @@ from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..checks import autocast, in_autocast, without_autocast
+from ..graph_layout import is_exporting
 from . import gathered
 from .op import ATTENTION, in_graph
 
@@ -85,7 +86,7 @@ def attention(
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     backend = ATTENTION.on(q.device, q.dtype)
     # Exported graphs use PyTorch's own operations, so that other runtimes can run them.
-    if backend is gathered and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if backend is gathered and torch.compiler.is_compiling() and not is_exporting():
         return in_graph(q, k, v, layouts, bool(causal), scale)
     y: Tensor = backend.attention(q, k, v, layouts, bool(causal), scale)
     return y
