@@ -232,6 +232,16 @@ def test_fx_traces_models_with_these_leaves(name):
     torch.testing.assert_close(traced(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+@pytest.mark.parametrize("name", ["Linear", "Conv2d", "LSTM"])
+def test_torch_jit_script_is_refused(name):
+    for model in (MODULES[name][0](), torch.nn.Sequential(MODULES[name][0]())):
+        with pytest.raises(
+            bs.BlockSparseError, match=r"torch\.jit\.script: expected torch\.export\.export\(model, args\)"
+        ):
+            torch.jit.script(model)
+
+
 ON_META = MODULES | {
     "SmallWorldLSTM, even": (lambda: bs.nn.SmallWorldLSTM(48, 48, block_size=16), (3, 2, 48)),
     "GRU": (lambda: bs.nn.GRU(16, 24, density=0.5, block_size=8), (5, 2, 16)),

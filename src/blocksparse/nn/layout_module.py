@@ -140,6 +140,13 @@ class LayoutModule(nn.Module):
         """Return the error for an index buffer of this name that was overwritten."""
         return BlockSparseError.expected(changed, f"those of {self._layout!r}", CHANGED_INDICES)
 
+    def __prepare_scriptable__(self) -> None:
+        """Refuse `torch.jit.script`, which calls this before it compiles a model."""
+        expected = "torch.export.export(model, args) to deploy the model, or torch.compile(model) to run it faster"
+        raise BlockSparseError.expected(
+            "torch.jit.script", expected, f"a model with a block-sparse {type(self).__name__}"
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._id = _assign_id(self)  # a copy needs an id of its own
