@@ -1,11 +1,12 @@
-"""A Lightning callback that calls methods of `blocksparse.sparsity`."""
+"""Lightning callbacks: methods of `blocksparse.sparsity`, and distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 try:
     from lightning.pytorch import Callback
@@ -15,9 +16,10 @@ except ImportError:
 from ..errors import BlockSparseError
 from ..sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 from ..sparsity.training_method import TrainingMethod
+from .distillation import Distiller, add_to_output
 from .methods import Maker, Methods
 
-__all__ = ["SparsityCallback"]
+__all__ = ["DistillationCallback", "SparsityCallback"]
 
 # Callbacks of Lightning that average weights.
 AVERAGING_CALLBACKS = "WeightAveraging", "StochasticWeightAveraging"
@@ -104,3 +106,80 @@ class SparsityCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+
+
+class DistillationCallback(Callback):
+    """A callback that trains a model against a teacher: it adds the loss of `sparsity.Distillation` to each step's.
+
+    The teacher gets the inputs of each call of the student in `training_step`. If there are several calls, their losses
+    are averaged.
+
+    Args:
+        teacher: the dense model, such as the one that the student was sparsified from.
+        student: name of the student in the LightningModule, such as "net"; "" (default) for the LightningModule itself.
+        weight: factor of the loss against the teacher, 1 by default.
+        output, hidden, temperature: see `sparsity.Distillation`.
+
+    Raises:
+        BlockSparseError: options out of range. When training: an unknown student or one that `training_step` does not
+            call, manual optimization, or a teacher with other outputs.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse.integrations.lightning import DistillationCallback
+        >>> distil = DistillationCallback(torch.nn.Linear(8, 8), student="net", output="mse")
+
+        and then `lightning.Trainer(callbacks=[distil])`, with a SparsityCallback or without.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: str = "",
+        *,
+        weight: float = 1.0,
+        output: str = "auto",
+        hidden: float = 0.0,
+        temperature: float = 1.0,
+    ):
+        super().__init__()
+        options = {"output": output, "hidden": hidden, "temperature": temperature}
+        self.student, self._distiller = student, Distiller(teacher, weight, options)
+        self._losses: list[Tensor] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        names = [name for name, _ in pl_module.named_modules()]
+        if self.student not in names:
+            raise BlockSparseError.expected("student", f"one of {', '.join(names[1:9])}", repr(self.student))
+        if not pl_module.automatic_optimization:
+            raise BlockSparseError(
+                "DistillationCallback needs automatic_optimization. With a loop of your own, add the loss of "
+                "blocksparse.sparsity.Distillation(teacher, student) yourself."
+            )
+        self._distiller.begin(pl_module.get_submodule(self.student), lambda loss, *_: self._losses.append(loss))
+        training_step = pl_module.training_step
+
+        def with_distillation(*args: Any, **kwargs: Any) -> Any:
+            self._losses.clear()
+            result = training_step(*args, **kwargs)
+            if not self._losses:
+                expected = "the name of the module that training_step calls"
+                raise BlockSparseError.expected("student", expected, f"{self.student!r}, which it does not call")
+            loss = torch.stack(self._losses).mean()
+            self._losses.clear()
+            if isinstance(result, dict):
+                add_to_output(loss, result)
+                return result
+            return result if result is None else result + loss  # None skips the batch
+
+        pl_module.training_step = with_distillation
+
+    def _end(self, pl_module: Any) -> None:
+        vars(pl_module).pop("training_step", None)
+        self._distiller.end()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end(pl_module)

@@ -1,19 +1,22 @@
-"""A callback of transformers' Trainer that calls methods of `blocksparse.sparsity`."""
+"""Callbacks of transformers' Trainer: methods of `blocksparse.sparsity`, and distillation."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .. import checkpoint
 from ..errors import BlockSparseError
 from ..sparsity.training_method import TrainingMethod
+from .distillation import Distiller, add_to_output
 from .methods import Maker, Methods
 from .pretrained import BlockSparseConfig, attach
 
-__all__ = ["BlockSparseConfig", "SparsityCallback", "attach"]
+__all__ = ["BlockSparseConfig", "DistillationCallback", "SparsityCallback", "attach"]
 
 
 class SparsityCallback(TrainerCallback):
@@ -79,6 +82,61 @@ class SparsityCallback(TrainerCallback):
             BlockSparseError: a missing file, or the state of other methods.
         """
         self._methods.load_state_dict(checkpoint.load(os.path.join(folder, self.FILE))[0])
+
+
+class DistillationCallback(TrainerCallback):
+    """A callback that trains the Trainer's model against a teacher: it adds the loss of `sparsity.Distillation`.
+
+    The teacher gets the inputs of each training batch, without labels. If the batch has labels, the model's own loss
+    counts too. Evaluation does not change.
+
+    Args:
+        teacher: the dense model, such as the one that the model was sparsified from.
+        weight: factor of the loss against the teacher, 1 by default.
+        output, hidden, temperature: see `sparsity.Distillation`.
+
+    Raises:
+        BlockSparseError: options out of range. When training: `label_smoothing_factor`, outputs without names, or a
+            teacher with other outputs.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse.integrations.transformers import DistillationCallback
+        >>> distil = DistillationCallback(torch.nn.Linear(8, 8), temperature=2.0)
+
+        and then `transformers.Trainer(model, callbacks=[distil])`, with a SparsityCallback or without.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        *,
+        weight: float = 1.0,
+        output: str = "auto",
+        hidden: float = 0.0,
+        temperature: float = 1.0,
+    ):
+        options = {"output": output, "hidden": hidden, "temperature": temperature}
+        self._distiller = Distiller(teacher, weight, options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.label_smoothing_factor:
+            message = "label_smoothing_factor makes the Trainer ignore the loss of the model's output, and with it the "
+            raise BlockSparseError(f"{message}DistillationCallback's: use 0, or DistillationCallback(temperature=2)")
+
+        def add(loss: Tensor, output: Any, inputs: dict[str, Any]) -> None:
+            if not isinstance(output, MutableMapping):
+                raise BlockSparseError.expected("model", "outputs by name (return_dict=True)", type(output).__name__)
+            # With this argument, the Trainer adds up the losses of all accumulated batches, and of all processes.
+            if inputs.get("num_items_in_batch") is not None:
+                processes = args.world_size if args.average_tokens_across_devices else 1
+                loss = loss / (args.gradient_accumulation_steps * processes)
+            add_to_output(loss, output)
+
+        self._distiller.begin(kwargs["model"], add)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._distiller.end()
 
 
 def _checkpoint_folder(args: Any, state: Any) -> str:

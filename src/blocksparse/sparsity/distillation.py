@@ -115,6 +115,17 @@ class Distillation:
         """Return what the student computes for a batch."""
         return _run(self.student, self._layers(), args, kwargs)
 
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[Any], Targets]]:
+        """Record hidden layers of the student inside the `with` block, where others call it.
+
+        Yields:
+            A function that makes the student's result from the return value of its last call.
+        """
+        hidden: dict[str, Tensor] = {}
+        with _recorded(self.student, self._layers(), hidden):
+            yield lambda output: Targets(output, output_tensors(output), dict(hidden))
+
     def loss(self, result: Targets, targets: Targets) -> Tensor:
         """Return the loss of a student's result."""
         check_same_outputs(result.tensors, targets.tensors)
