@@ -259,6 +259,33 @@ def problem(rows=300, inputs=48, outputs=16, rank=6):
     return fitting.Problem(weight, x, x @ weight.T, (4, 4), 0.01)
 
 
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@torch.no_grad()
+def test_values_of_attention_keep_blocks():
+    model = SelfAttention().eval()
+    model.attention.in_proj_weight[128:] *= 1e-3
+    made = bs.sparsity.reconstruct(model, [torch.randn(64, 8, 64)], 0.25, 8)
+    assert made.layouts["attention.in_proj_weight"].mask()[16:].sum() == 8, "half of a third of 48"
+
+
+@torch.no_grad()
+def test_rounding_errors_of_constant_inputs_are_not_fitted():
+    model = SelfAttention().eval()
+    model.attention.in_proj_weight[128:] *= 0.1  # so small that they get none of the 5 blocks
+    model.attention.in_proj_bias[128:] = 1
+    made = bs.sparsity.reconstruct(model, [torch.randn(64, 8, 64)], 0.026, 8)
+    assert not made.layouts["attention.in_proj_weight"].mask()[16:].any()
+    assert made.model.attention.out_proj.values.abs().max() < 1
+
+
 def test_the_solver_for_many_inputs_gives_the_same_values(monkeypatch):
     exact, wide = problem(), None
     mask = torch.rand(4, 12) < 0.4

@@ -308,6 +308,9 @@ def test_block_counts_follow_the_optimal_brain_surgeon():
     best = torch.zeros(18, dtype=torch.bool)
     best[scores.flatten().topk(7).indices] = True
     assert block_counts(dense, hessian, (2, 4), 7).tolist() == best.view(3, 6).sum(1).tolist()
+    dense[2:4] *= 1e-6
+    assert block_counts(dense, hessian, (2, 4), 12)[1] == 0
+    assert block_counts(dense, hessian, (2, 4), 12, parts=3)[1] == 2, "half of an equal share, 12 / 3"
 
 
 # -- reconstruction -----------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .activations import MIN_FRACTION
+
 # Above this number of inputs, the Hessian of 170 MB, of which several copies exist, is not formed.
 MAX_INPUTS = 4608
 
@@ -29,6 +31,8 @@ class Problem:
         y: outputs T, `[rows, out]`.
         block: (rows, columns) of a block, columns times the taps of a convolution.
         damping: relative to the mean of the diagonal of X^T X.
+        noise: what the diagonal is at least damped with, unless damping is 0. Inputs that are constant but for rounding
+            would otherwise get weights of millions.
     """
 
     dense: Tensor
@@ -36,22 +40,27 @@ class Problem:
     y: Tensor
     block: tuple[int, int]
     damping: float
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         sums = [chunk.double().square().sum(0) for chunk in self._chunks(self.x)]
         self.diagonal = torch.stack(sums).sum(0)
         self._nonzero = self.diagonal > 0
-        self.damping *= self.diagonal.mean().item() or 1.0
+        if self.damping:
+            self.damping = max(self.damping * self.diagonal.mean().item(), self.noise) or self.damping
         self.grid = self.dense.shape[0] // self.block[0], self.dense.shape[1] // self.block[1]
 
-    def choose(self, total: int) -> Tensor:
-        """Select `total` blocks greedily, to change the outputs on X little; bool `[out_blocks, in_blocks]`."""
+    def choose(self, total: int, parts: int = 1) -> Tensor:
+        """Select `total` blocks greedily, to change the outputs on X little; bool `[out_blocks, in_blocks]`.
+
+        Each of several equal `parts` of the outputs gets at least half of an equal share of the blocks.
+        """
         if self.dense.shape[1] > MAX_INPUTS:
             return self._select_in_stages(total)
         height = self.block[0]
         hessian, target = self._normal_equations()
         mask = torch.zeros(self.grid, dtype=torch.bool, device=target.device)
-        counts = block_counts(target, hessian, self.block, total)
+        counts = block_counts(target, hessian, self.block, total, parts if self.grid[0] % parts == 0 else 1)
         for row, count in enumerate(counts.tolist()):
             rows = slice(row * height, (row + 1) * height)
             mask[row, best_columns(target[rows], hessian, self.block[1], count)] = True
@@ -181,11 +190,16 @@ class Problem:
 # -- least squares -----------------------------------------------------------------------------------------------
 
 
-def block_counts(weight: Tensor, hessian: Tensor, block: tuple[int, int], total: int) -> Tensor:
-    """Return how many of `total` blocks each row gets by the optimal brain surgeon's scores, int64 `[out_blocks]`."""
+def block_counts(weight: Tensor, hessian: Tensor, block: tuple[int, int], total: int, parts: int = 1) -> Tensor:
+    """Return how many of `total` blocks each row gets by the optimal brain surgeon's scores, int64 `[out_blocks]`.
+
+    Each of several equal `parts` of the rows gets at least half of an equal share, rounded down.
+    """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     scores = weight.square() / inverse.diagonal()
     scores = scores.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).sum((1, 3))
+    of_parts = scores.view(parts, -1)
+    of_parts.scatter_(1, of_parts.topk(int(MIN_FRACTION * total / parts), 1).indices, torch.inf)
     best = scores.flatten().argsort(descending=True, stable=True)[:total]
     return torch.bincount(best // scores.shape[1], minlength=scores.shape[0])
 
