@@ -170,7 +170,7 @@ def test_schedules():
     assert stage_densities(0.9) == [0.9]
     assert stage_densities(1e-320)[-1] == 1e-320
     assert stage_ends(1) == [1.0]
-    assert stage_ends(3) == [0.25, 0.5, 1.0]
+    assert stage_ends(3) == pytest.approx([0.15, 0.3, 1.0])
     assert stage_ends(3, begin=0.6) == pytest.approx([0.6, 0.6, 1.0]), "a resumed run"
 
 

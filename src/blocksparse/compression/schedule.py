@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 # The last stage, at the target density, has at least this fraction of the budget.
-LAST_SHARE = 0.5
+LAST_SHARE = 0.7
 
 
 def stage_densities(density: float) -> list[float]:
@@ -15,6 +15,6 @@ def stage_densities(density: float) -> list[float]:
 
 
 def stage_ends(count: int, begin: float = 0.0) -> list[float]:
-    """Return the fraction of the budget at which each stage ends, from `begin` on; the last has half of the budget."""
+    """Return the fraction of the budget at which each stage ends, from `begin` on; the last has 70 % of the budget."""
     early = [begin + (1 - LAST_SHARE - begin) * (stage + 1) / (count - 1) for stage in range(count - 1)]
     return [*(max(begin, end) for end in early), 1.0]

@@ -95,6 +95,7 @@ class Training:
         self.distillation, self.reader, self.data, self.budget = distillation, reader, data, budget
         self.generator = torch.Generator().manual_seed(seed)
         self.label = ""
+        self._last: tuple[nn.Module | None, torch.optim.Optimizer | None] = None, None
         self._targets: dict[tuple[bool, int], Targets] = {}
         self._bytes = 0
         self._order: list[int] = []
@@ -192,7 +193,10 @@ class Training:
     def train_stage(
         self, end: float, rate: float, drops: Sequence[Drop], on_check: Callable[[float, float], bool]
     ) -> bool:
-        """Train until the fraction `end` of the budget is used, with a warm-up and a cosine decay of the rate.
+        """Train until the fraction `end` of the budget is used.
+
+        After a warm-up, the learning rate stays constant; in the last stage, it decays by a cosine. The moments of the
+        stage before are kept if it trained the same model, as later drops are based on them.
 
         Args:
             end: the fraction of the budget, in 0..1.
@@ -205,11 +209,15 @@ class Training:
             whether `on_check` ended the stage.
         """
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
-        optimizer, good = self._optimizer(rate), copy_state(self.student)
+        good = copy_state(self.student)
+        trained, optimizer = self._last
+        if optimizer is None or trained is not self.student:
+            optimizer = self._optimizer(rate)
         while (used := self.budget.used) < end:
             done = (used - begin) / (end - begin)
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
+                decay = (1 + math.cos(math.pi * done)) / 2 if end == 1 else 1.0
+                group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * decay
             if dropped < len(drops) and done * len(drops) >= (dropped + 1) * DROP_SHARE:
                 drops[dropped](optimizer)
                 dropped += 1
@@ -237,6 +245,7 @@ class Training:
         for drop in drops[dropped:]:
             drop(optimizer)
         on_check(*self.evaluate())
+        self._last = self.student, optimizer
         return False
 
     def find_rate(self, share: float) -> float:
