@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import (
     Batches,
     arguments_of,
@@ -110,20 +111,58 @@ class BatchReader:
         return arguments_of(batch, self._max_args, self._device)
 
     @torch.no_grad()
-    def predicts_classes(self, model: nn.Module, batch: Any) -> bool:
-        """Run the model on a batch, and return whether the batch has a tensor that could be the output's classes.
-
-        That is an int64 tensor `[...]`, such as labels or tokens, for an output `[..., classes]`.
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's output for a batch.
 
         Raises:
             BlockSparseError: the model fails on the batch.
         """
         args, kwargs = self.arguments(batch)
         try:
-            output = model(*args, **kwargs)
+            return model(*args, **kwargs)
         except Exception as error:  # the user's module may raise anything
             raise batch_error(model, batch, error) from error
-        return isinstance(output, Tensor) and any(_are_classes(each, output) for each in values_of(batch))
+
+    def output_kind(self, model: nn.Module, batch: Any, *, warn: bool = False) -> str:
+        """Return how to compare outputs: "kl" if the batch has a tensor that could be their classes, else "auto".
+
+        That is an int64 tensor `[...]`, such as labels or tokens, for an output `[..., classes]`.
+
+        Args:
+            model: the model.
+            batch: a batch for it.
+            warn: whether to warn if the batch has labels that the task loss cannot use.
+        """
+        output = self.run(model, batch)
+        if warn:
+            self._warn_of_unused_labels(output, batch)
+        has_classes = isinstance(output, Tensor) and any(_are_classes(each, output) for each in values_of(batch))
+        return "kl" if has_classes else "auto"
+
+    def _warn_of_unused_labels(self, output: Any, batch: Any) -> None:
+        """Warn if the labels of a batch have no part in the task loss, and say why."""
+        labels = self._labels(batch)
+        if not labels or self.loss is not None or _own_loss(output) is not None:
+            return
+        if len(labels) > 1:
+            why = f"a batch has {len(labels)} values more than the model has arguments"
+        elif not isinstance(output, Tensor):
+            why = f"the model returns a {type(output).__name__}, not a tensor of scores"
+        elif not _are_classes(labels[0], output):
+            why = f"labels of {describe(labels)} are not one class for each row of scores {list(output.shape)}"
+        else:
+            return
+        warnings.warn(
+            f"compress: the labels are ignored, because {why}. The model is trained on the teacher's outputs alone. "
+            "To use the labels, pass loss=, a function of the output and the batch.",
+            SparsityWarning,
+            stacklevel=5,
+        )
+
+    def _labels(self, batch: Any) -> tuple[Any, ...]:
+        """Return the values of a batch that are no arguments of the model."""
+        is_tuple = isinstance(batch, tuple | list) and self._max_args is not None
+        return tuple(batch)[self._max_args :] if is_tuple else ()
 
     def task_loss(self, output: Any, batch: Any) -> Tensor | None:
         """Return the task loss of an output, or None if the batch has no labels and the output no loss."""
@@ -136,16 +175,22 @@ class BatchReader:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise BlockSparseError.expected("loss", "a function that returns a tensor of one number", type(loss))
             return loss
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(own, Tensor):
+        if (own := _own_loss(output)) is not None:
             return own
-        is_tuple = isinstance(batch, tuple | list) and self._max_args is not None
-        labels: tuple[Any, ...] = tuple(batch)[self._max_args :] if is_tuple else ()
+        labels = self._labels(batch)
         if not isinstance(output, Tensor) or len(labels) != 1:
             return None
         if not _are_classes(labels[0], output):
             return None
         return F.cross_entropy(output.flatten(0, -2), labels[0].long().to(output.device).flatten())
+
+
+def form_of(batch: Any) -> Any:
+    """Return the types of a batch and its values, and the dtypes and shapes of tensors without the first axis."""
+    values = [
+        (type(each), getattr(each, "dtype", None), tuple(getattr(each, "shape", ())[1:])) for each in values_of(batch)
+    ]
+    return type(batch), tuple(batch) if isinstance(batch, Mapping) else (), tuple(values)
 
 
 def is_finite(batch: Any) -> bool:
@@ -165,6 +210,12 @@ def _trainable(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: copy(value) for name, value in batch.items()}
     return copy(batch) if isinstance(batch, Tensor) else [copy(value) for value in batch]
+
+
+def _own_loss(output: Any) -> Tensor | None:
+    """Return the `loss` in a model's output, as of transformers with labels; None without one."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else None
 
 
 def _are_classes(labels: Any, output: Tensor) -> bool:

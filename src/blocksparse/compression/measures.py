@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from ..conversion.speed import Example, call_arguments, clock_of
 from ..measure import alternate
 from ..nn.module import BlockSparseModule
+from ..sparsity.calibration.inputs import by_called_module, products
 from ..surgery.model_tools import evaluation_mode, parameter_device
+from ..surgery.prunable import Prunable
 from .batches import BatchReader, Data
 
 # Seconds of a timing.
@@ -21,6 +24,24 @@ def first_example(reader: BatchReader, data: Data) -> Example:
     """Return the model's arguments from the first held-out batch, to time calls with."""
     args, kwargs = reader.arguments(data.held_out[0])
     return kwargs or tuple(args)
+
+
+@torch.no_grad()
+def calls_weights(model: nn.Module, weights: Iterable[Prunable], arguments: tuple[list[Any], dict[str, Any]]) -> bool:
+    """Return whether a model calls the module of any of these weights, and its inputs can be observed."""
+    called = list[nn.Module]()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+        for module, group in by_called_module(model, weights).items()
+        if products(module, group)
+    ]
+    try:
+        with evaluation_mode(model):
+            model(*arguments[0], **arguments[1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bool(called)
 
 
 def sparse_modules(model: nn.Module) -> set[str]:

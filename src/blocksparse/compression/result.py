@@ -99,31 +99,38 @@ class CompressionResult:
         return self.table()
 
 
-def curve_table(points: Sequence[Point]) -> str:
-    """Return points as the text of a table."""
+def curve_table(points: Sequence[Point], *, minutes: bool = True) -> str:
+    """Return points as the text of a table, with a column of minutes or without."""
     has_metric = any(point.metric is not None for point in points)
-    head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes':>9}" + f"{'metric':>10}" * has_metric
+    head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes' * minutes:>9}{'metric' * has_metric:>10}"
     lines = [
-        f"{point.density:>8.3g}{point.speedup:>10.2f}{point.agreement:>11.4f}{point.minutes:>9.1f}"
+        f"{point.density:>8.3g}{point.speedup:>10.2f}{max(0.0, point.agreement):>11.4f}"
+        + (f"{point.minutes:>9.1f}" if minutes else "")
         + (f"{point.metric:>10.4g}" if point.metric is not None else "")
         for point in points
     ]
-    return "\n".join([head, *lines])
+    return "\n".join([head.rstrip(), *lines])
 
 
 def plot_curve(points: Sequence[Point], path: str | Path | None = None) -> Any:
     """Draw agreement and speed-up over density, write the picture unless `path` is None, and return the figure."""
     figure, (left, right) = figure_and_axes((7.2, 3.2), columns=2)
+    draw_curve(left, right, points)
+    if path is not None:
+        save(figure, path)
+    return figure
+
+
+def draw_curve(left: Any, right: Any, points: Sequence[Point]) -> None:
+    """Draw agreement and speed-up over density into two matplotlib axes."""
     densities = [point.density for point in points]
-    left.plot(densities, [100 * point.agreement for point in points], "o-", color=COLORS[0])
+    left.plot(densities, [100 * max(0.0, point.agreement) for point in points], "o-", color=COLORS[0])
     left.set_ylabel("agreement with the dense model, %")
     right.plot(densities, [point.speedup for point in points], "o-", color=COLORS[1])
     right.set_ylabel("times as fast as the dense model")
+    right.axhline(1, color="0.7", linewidth=0.8, zorder=0)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xticks(densities, [f"{density:.2g}" for density in densities])
         axes.minorticks_off()
         axes.set_xlabel("density")
-    if path is not None:
-        save(figure, path)
-    return figure

@@ -23,10 +23,10 @@ from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
-from ..surgery.model_tools import copy_model, evaluation_mode
+from ..surgery.model_tools import copy_model, evaluation_mode, unwrapped_model
 from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data, Loss
-from .measures import density_of, first_example, sparse_modules, speedup_of
+from .measures import calls_weights, density_of, first_example, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
@@ -76,7 +76,7 @@ def compress(
     model fitted at this density in one shot. A short test finds the learning rates.
 
     Args:
-        model: a trained model; it stays as it is.
+        model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.
         data: two batches of its inputs or more: tensors, tuples or lists of arguments, or dicts of arguments by name.
             One value more than the model has arguments is the label. Batches up to 1 GiB are read once and kept.
         density: fraction of their parameters that weights keep, 0.1 by default, without those that stay dense.
@@ -121,6 +121,7 @@ def compress(
         integer("steps", steps, 1)
     else:
         minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
+    model = unwrapped_model(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
     output_folder = None if folder is None else writable_folder("folder", folder)
@@ -129,8 +130,8 @@ def compress(
     reader = BatchReader(model, loss)
     example = first_example(reader, read) if example is None else example
     dense_model = copy_model(model).eval()
-    teacher = dense_model if teacher is None else teacher
-    kind = "kl" if reader.predicts_classes(dense_model, read.held_out[0]) else "auto"
+    teacher = dense_model if teacher is None else unwrapped_model(teacher, "teacher")
+    kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = _Run(
         dense_model=dense_model,
@@ -177,6 +178,7 @@ class _Run:
         self.curve: list[Point] = []
         self.dense_reasons: dict[str, str] = {}
         self.chosen_names: set[str] = set()
+        self.calibration: list[Any] | None = None  # to fit weights on, unless the model calls none of their layers
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
@@ -205,13 +207,16 @@ class _Run:
                     self._start_from(fitted)
                 self._train(densities[self.stage], ends[self.stage])
                 self.stage += 1
+            self._finish_stage()  # of a finished run, whose last point is not in the curve of its file
             if fitted := self._better_fitted(self.curve[-1]):
                 self._replace_last(fitted)
         except KeyboardInterrupt:
             if self.best is None and self.finished is not None:  # blocks were being dropped
                 self.training.student = self.finished
+            elif self.best is None and self.fitted is not None:
+                self._start_from(self.fitted)
             self._finish_stage()
-            if len(self.curve) == 1:
+            if len(self.curve) < 2:
                 raise
             warnings.warn(
                 f"compress: interrupted; this is the best model so far, of density {self.curve[-1].density:.3g}",
@@ -220,6 +225,8 @@ class _Run:
             )
         else:
             self._warn_if_missed()
+        finally:
+            self.training.clear_line()
         return self._result(modes)
 
     # -- stages -----------------------------------------------------------------------------------------------
@@ -230,9 +237,10 @@ class _Run:
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
             raise no_weights_error(model, candidates)
-        plan = select_blocks(
-            model, candidates, self.target, None, "careful", None, self.training.data.calibration(), limit_loss=False
-        )
+        calibration = self.training.data.calibration()
+        if calls_weights(model, candidates.weights.values(), self.training.reader.arguments(calibration[0])):
+            self.calibration = calibration
+        plan = select_blocks(model, candidates, self.target, None, "careful", None, self.calibration, limit_loss=False)
         plan = keep_faster(model, plan, self.example)
         self.dense_reasons = {name: plan.reasons[name] for name in candidates.weights if name not in plan.layouts}
         if not plan.layouts:
@@ -298,7 +306,7 @@ class _Run:
         skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.chosen_names]
         results = []
         with _without_warnings():
-            for batches in (self.training.data.calibration(), None):
+            for batches in [self.calibration, None] if self.calibration else [None]:
                 student = sparsify(dense_student, density, self.block_size, skip=skip, data=batches, force=True)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))
@@ -366,9 +374,7 @@ class _Run:
         point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
         if self.best is None or _score(point) > _score(self.best.point):
             self.best = _Candidate(copy_state(self.student), point)
-            self.training.label = (
-                f"density {point.density:.3g}, {point.speedup:.2f} times as fast, agreement {agreed:.2%}"
-            )
+            self.training.label = f"density {point.density:.3g}, {point.speedup:.3g}x, agreement {agreed:.1%}"
         self._save()
 
     def _finish_stage(self) -> None:

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..checked import number
-from ..conversion.sparsify import sparsify
-from ..conversion.speed import Example, call_arguments
-from ..errors import BlockSparseError, Page, SparsityWarning
-from ..sparsity.calibration.calibrate import Batches, progress
-from ..sparsity.distillation import Distillation, agreement
-from ..surgery.model_tools import copy_model, evaluation_mode
-from ..surgery.prunable import Skip, prunable, skip_by_name
+from ..conversion.selection import Plan, ScoredSelection
+from ..conversion.sparsify import Survey, no_weights_error, select_blocks, sparsify, survey_weights
+from ..conversion.speed import Example, call_arguments, keep_faster
+from ..errors import BlockSparseError, SparsityWarning
+from ..layout import BlockLayout
+from ..sparsity.calibration.calibrate import Batches, batch_error, progress, values_of
+from ..sparsity.distillation import Distillation, Targets, agreement
+from ..sparsity.selection import check_density, dense_norms, top_blocks
+from ..surgery.blocks import mask_blocks_
+from ..surgery.model_tools import copy_model, evaluation_mode, unwrapped_model
+from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
+from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
-from .measures import density_of, first_example, sparse_modules, speedup_of
-from .result import Point, curve_table, plot_curve
+from .measures import calls_weights, density_of, sparse_modules, speedup_of
+from .one_shot import fit_at_densities
+from .result import Point, curve_table, draw_curve
 
 # The recommendation lists layers until they take this fraction of the time.
 MOST_TIME = 0.8
+
+# A layer that takes less time than this fraction, and whose pruning leaves less agreement, is better dense.
+LITTLE_TIME, FRAGILE = 0.05, 0.9
+
+# Columns of the recommendation; layers in the table and the picture; names in a sentence; fragile layers;
+# characters of a name in the picture.
+COLUMNS, MAX_LAYERS, MAX_LISTED, MAX_FRAGILE, MAX_NAME = 79, 12, 6, 3, 24
 
 # A loss of agreement up to this value needs no training.
 SMALL_LOSS = 0.01
 
 # Layers are pruned one at a time to this density.
 LAYER_DENSITY = 0.25
+
+# Samples are left out until all runs with single layers pruned, a run on the calibration data, and a call on the
+# example take about this number of seconds.
+LAYERS_SECONDS, PASS_SECONDS, EXAMPLE_SECONDS = 15.0, 3.0, 0.5
+
+# Models are fitted as by `sparsify` if their runs for it take at most these seconds, and its cost is at most this one.
+FIT_SECONDS, MAX_COST = 20.0, 3e10
 
 
 @dataclass(frozen=True)
@@ -68,51 +90,79 @@ class Tradeoff:
     @property
     def recommendation(self) -> str:
         """A few sentences of advice: which layers take the time, and which density to use."""
-        total = 0.0
-        listed: list[str] = []
+        return "\n".join(textwrap.fill(each, COLUMNS, break_on_hyphens=False) for each in self._sentences())
+
+    def _sentences(self) -> Iterator[str]:
+        """Yield the sentences of the recommendation; each command is one of its own, to be copied."""
+        total, names = 0.0, list[str]()
         for layer in self.layers:
             if total >= MOST_TIME * sum(each.time for each in self.layers):
                 break
             total += layer.time
-            listed.append(layer.name)
-        sentences = [f"{len(listed)} of {len(self.layers)} layers take {total:.0%} of the time: {', '.join(listed)}."]
+            names.append(layer.name)
+        take = "takes" if len(names) == 1 else "take"
+        yield f"{len(names)} of {len(self.layers)} layers {take} {total:.0%} of the time: {_listed(names)}."
         sparse = [point for point in self.points if point.density < 1 and point.speedup > 1]
         if not sparse:
-            return " ".join([*sentences, "Nothing gets faster at these densities. Keep the model dense."])
+            yield "No density makes the model faster on this machine. Keep it dense."
+            return
         ready = [point for point in sparse if point.agreement >= self.points[0].agreement - SMALL_LOSS]
         if ready:
             best = max(ready, key=lambda point: point.speedup)
-            sentences.append(
-                f"Without training, density {best.density:.2g} is {best.speedup:.2g} times as fast, with "
-                f"{best.agreement:.1%} agreement with the dense model: "
-                f"bs.sparsify(model, {best.density:.2g}, data=data)."
-            )
+            result = f"{best.speedup:.1f} times the speed at {best.agreement:.1%} agreement"
+            yield f"Density {best.density:.2g} gives {result}, without training:"
+            yield f"    bs.sparsify(model, {best.density:.2g}, data=data)"
         fast = max(sparse, key=lambda point: point.speedup)
         if fast not in ready:
-            sentences.append(
-                f"Density {fast.density:.2g} is {fast.speedup:.2g} times as fast, but has only {fast.agreement:.1%} "
-                f"agreement: train it with bs.compress(model, data, {fast.density:.2g})."
-            )
-        fragile = [layer.name for layer in self.layers if layer.agreement < 0.9 and layer.time < 0.05]
+            reached = max(0.0, fast.agreement)
+            result = f"{fast.speedup:.1f} times the speed at {reached:.1%} agreement"
+            yield f"Density {fast.density:.2g} gives {result}, and needs training:"
+            yield f"    bs.compress(model, data, {fast.density:.2g})"
+        fragile = [layer for layer in self.layers if layer.agreement < FRAGILE and layer.time < LITTLE_TIME]
+        fragile = sorted(fragile, key=lambda layer: layer.agreement)[:MAX_FRAGILE]
         if fragile:
-            sentences.append(f"Skip {', '.join(fragile[:4])}: little time, and a large loss when pruned.")
-        return " ".join(sentences)
+            names = [layer.name for layer in fragile]
+            yield f"Keep dense, by skip=: {_listed(names)}. Little time, and a large loss when pruned."
 
     def table(self) -> str:
-        """Return densities and layers as text."""
-        width = max([len(layer.name) for layer in self.layers] + [8])
-        rows = [f"{layer.name:<{width}}{layer.parameters:>12,}{layer.time:>8.1%}{layer.agreement:>19.1%}"
-                for layer in self.layers]  # fmt: skip
-        head = f"{'layer':<{width}}{'parameters':>12}{'time':>8}{'agreement at 0.25':>19}"
-        points = curve_table(self.points)
-        return "\n".join([points, "", head, *rows, "", self.recommendation])
+        """Return densities, layers and the recommendation as text of at most 80 columns, unless names are long."""
+        shown = self.layers[:MAX_LAYERS]
+        width = max([len(layer.name) for layer in shown] + [8])
+        head = f"{'layer':<{width}}{'parameters':>13}{'time':>8}{'agreement at 0.25':>19}"
+        rows = [
+            f"{layer.name:<{width}}{layer.parameters:>13,}{layer.time:>8.1%}{max(0.0, layer.agreement):>19.1%}"
+            for layer in shown
+        ]
+        if others := self.layers[MAX_LAYERS:]:
+            numbers = f"{sum(layer.parameters for layer in others):>13,}{sum(layer.time for layer in others):>8.1%}"
+            rows.append(f"{f'{len(others)} more':<{width}}{numbers}")
+        return "\n".join([curve_table(self.points, minutes=False), "", head, *rows, "", self.recommendation])
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw agreement and speed-up over density; see `CompressionResult.plot`."""
-        return plot_curve(self.points, path)
+        """Draw agreement and speed-up over density, and the time of each layer; see `CompressionResult.plot`."""
+        figure, (agreements, speeds, times) = figure_and_axes((10.8, 3.4), columns=3)
+        draw_curve(agreements, speeds, self.points)
+        shown = self.layers[:MAX_LAYERS][::-1]
+        times.barh(range(len(shown)), [100 * layer.time for layer in shown], color=COLORS[2])
+        times.set_yticks(range(len(shown)), [_shortened(layer.name) for layer in shown], fontsize=8)
+        times.set_xlabel("time of each layer, %")
+        if path is not None:
+            save(figure, path)
+        return figure
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of others."""
+    others = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + others
+
+
+def _shortened(name: str) -> str:
+    """Return the end of a long name."""
+    return name if len(name) <= MAX_NAME else f"...{name[-MAX_NAME + 3 :]}"
 
 
 @torch.no_grad()
@@ -146,39 +196,151 @@ def tradeoff(
         >>> [layer.name for layer in measured.layers][0], measured.points[0].density
         ('0', 1.0)
     """
-    if not isinstance(densities, Sequence):
+    if not isinstance(densities, Sequence) or not densities:
         raise BlockSparseError.expected("densities", "a list of numbers, such as [0.25]", repr(densities))
-    skip, model = skip_by_name(model, skip), copy_model(model)
     targets = [number("densities", density, 0, 1) for density in densities]
+    begin = time.monotonic()
+    model = unwrapped_model(model)
+    skip, model = skip_by_name(model, skip), copy_model(model)
     read = Data.read(data)
     reader = BatchReader(model)
-    example = first_example(reader, read) if example is None else example
-    weights = prunable(model, block_size, skip)
-    if not weights:
-        expected = "dense weights that can become block-sparse"
-        raise BlockSparseError.expected("model", expected, type(model).__name__, Page.SPARSIFY)
-    measure_agreement = _Agreement(model, reader, read.held_out)
-    weights_of: dict[nn.Module, list[Any]] = {}
-    for weight in weights:
+    candidates = survey_weights(model, block_size, skip)
+    if not candidates.weights:
+        raise no_weights_error(model, candidates)
+    weights_of: dict[nn.Module, list[Prunable]] = {}
+    for weight in candidates.weights.values():
         weights_of.setdefault(weight.module, []).append(weight)
+    targets = _possible(targets, candidates)
+    held_out = _limit(reader, read.held_out, LAYERS_SECONDS / len(weights_of))
+    calibration = _limit(reader, read.calibration(), PASS_SECONDS)
+    if example is None:
+        args, kwargs = reader.arguments(_limit(reader, read.held_out[:1], EXAMPLE_SECONDS)[0])
+        example = kwargs or tuple(args)
+    measure_agreement = _Agreement(model, reader, held_out)
     times = _time_shares(model, example, list(weights_of))
     names = {module: name for name, module in model.named_modules()}
-    layers = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SparsityWarning)
-        for module, group in progress(weights_of.items(), "layers pruned:", len(weights_of)):
-            density_by_name = {each.name: max(LAYER_DENSITY, 1 / math.prod(each.grid)) for each in group}
-            pruned = sparsify(model, density_by_name, block_size, force=True)
-            parameters = sum(each.tensor.numel() for each in group)
-            layers.append(
-                LayerShare(names[module] or type(model).__name__, parameters, times[module], measure_agreement(pruned))
-            )
-        points = [Point(1.0, 1.0, 1.0)]
-        for density in progress(targets, "densities tried:"):
-            sparse = sparsify(model, density, block_size, skip=skip, data=read.calibration(), example=example)
-            speedup = speedup_of(sparse, model, example) if sparse_modules(sparse) else 1.0
-            points.append(Point(density_of(sparse), speedup, measure_agreement(sparse)))
+    layers = [
+        LayerShare(
+            names[module] or type(model).__name__,
+            sum(weight.tensor.numel() for weight in group),
+            times[module],
+            _agreement_without(model, group, measure_agreement),
+        )
+        for module, group in progress(weights_of.items(), "layers pruned:")
+    ]
+    is_observed = calls_weights(model, candidates.weights.values(), reader.arguments(calibration[0]))
+    chosen = [
+        _layouts(model, candidates, target, calibration if is_observed else None, example)
+        for target in progress(targets, "densities timed:")
+    ]
+    points = [Point(1.0, 1.0, 1.0)]
+    seconds = FIT_SECONDS / (len(weights_of) * len(targets))
+    is_fast = is_observed and _limit(reader, calibration, seconds)[-1] is calibration[-1]
+    for sparse in _fitted_models(model, candidates, chosen, block_size, calibration, is_fast=is_fast):
+        speedup = speedup_of(sparse, model, example) if sparse_modules(sparse) else 1.0
+        minutes = (time.monotonic() - begin) / 60
+        points.append(Point(density_of(sparse), speedup, measure_agreement(sparse), minutes=minutes))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
+
+
+def _possible(densities: list[float], candidates: Survey) -> list[float]:
+    """Return the densities that leave each weight a block; raise a BlockSparseError if there is none."""
+    blocks = {name: weight.blocks for name, weight in candidates.weights.items()}
+    possible = []
+    for density in densities:
+        try:
+            check_density(density, blocks, "global")
+        except BlockSparseError:
+            continue
+        possible.append(density)
+    if not possible:
+        check_density(max(densities), blocks, "global")
+    return possible
+
+
+def _layouts(
+    model: nn.Module, candidates: Survey, density: float, batches: list[Any] | None, example: Example
+) -> dict[str, BlockLayout]:
+    """Return the layouts at a density of the weights that are faster block-sparse on the example.
+
+    Weights are timed with equal densities, so that layers of equal shapes are timed once.
+    """
+    plan = select_blocks(model, candidates, density, None, "careful", None, batches, limit_loss=False)
+    equal = ScoredSelection(candidates.weights, density, cast(ScoredSelection, plan.selection).scores, "layer")
+    faster = keep_faster(model, Plan(equal, equal.layouts(candidates.weights)), example).layouts
+    layouts = plan.selection.layouts(faster) if faster else {}
+    return {name: layout for name, layout in layouts.items() if layout.density < 1}
+
+
+def _fitted_models(
+    model: nn.Module,
+    candidates: Survey,
+    layouts: Sequence[dict[str, BlockLayout]],
+    block_size: int | tuple[int, int],
+    batches: list[Any],
+    *,
+    is_fast: bool,
+) -> Iterator[nn.Module]:
+    """Yield a model for each of these layouts, fitted to the batches.
+
+    `sparsify` fits them, and chooses blocks again, if this takes seconds: if runs of the model are fast, and the cost
+    of its choice, (inputs) (inputs that are kept)^2 for each row of blocks, is small. Otherwise each layer is fitted by
+    itself.
+    """
+    cost = 0.0
+    for each in layouts:
+        for name, layout in each.items():
+            weight = candidates.weights[name]
+            cost += weight.grid[0] * layout.density**2 * (weight.shape[1] * weight.blocks.taps) ** 3
+    if not is_fast or cost > MAX_COST:
+        yield from fit_at_densities(model, batches, layouts)
+        return
+    for each in layouts:
+        skip = [weight.name for weight in prunable(model, 1) if weight.name not in each]
+        wanted = {name: layout.density for name, layout in each.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SparsityWarning)
+            yield (
+                sparsify(model, wanted, block_size, skip=skip, data=batches, force=True) if each else copy_model(model)
+            )
+
+
+def _agreement_without(model: nn.Module, weights: list[Prunable], measure: Callable[[nn.Module], float]) -> float:
+    """Return the agreement if only these weights are pruned, to `LAYER_DENSITY`; they are restored."""
+    values = [weight.tensor.clone() for weight in weights]
+    try:
+        for weight in weights:
+            density = max(LAYER_DENSITY, 1 / math.prod(weight.grid))
+            norms = {weight.name: dense_norms(weight.blocks, weight.tensor)}
+            mask = top_blocks(norms, {weight.name: weight.blocks}, density, "layer")[weight.name]
+            mask_blocks_(weight.blocks, weight.tensor, mask)
+        return measure(model)
+    finally:
+        for weight, value in zip(weights, values, strict=True):
+            weight.tensor.copy_(value)
+
+
+def _limit(reader: BatchReader, batches: list[Any], seconds: float) -> list[Any]:
+    """Return the first batches, which the model runs in about these seconds; if one takes longer, a part of it."""
+    with evaluation_mode(reader.model):
+        begin = _now()
+        reader.run(reader.model, batches[0])
+        once = _now() - begin
+    if once <= seconds:
+        return batches[: math.ceil(seconds / max(once, 1e-9))]
+    return [_first_samples(batches[0], seconds / once)]
+
+
+def _first_samples(batch: Any, fraction: float) -> Any:
+    """Return a fraction of the samples of a batch; all of them if its tensors have several lengths."""
+    values = list(values_of(batch))
+    lengths = {len(value) if isinstance(value, Tensor) and value.dim() else 0 for value in values}
+    if len(lengths) > 1 or isinstance(batch, PackedSequence):
+        return batch
+    count = max(1, int(fraction * lengths.pop()))
+    if isinstance(batch, Mapping):
+        return {name: value[:count] for name, value in batch.items()}
+    return batch[:count] if isinstance(batch, Tensor) else [value[:count] for value in batch]
 
 
 class _Agreement:
@@ -187,9 +349,22 @@ class _Agreement:
     def __init__(self, model: nn.Module, reader: BatchReader, batches: list[Any]):
         self.calls = [reader.arguments(batch) for batch in batches]
         with evaluation_mode(model):
-            kind = "kl" if reader.predicts_classes(model, batches[0]) else "auto"
+            kind = reader.output_kind(model, batches[0])
         self.distillation = Distillation(model, model, output=kind)
-        self.targets = [self.distillation.run_teacher(*args, **kwargs) for args, kwargs in self.calls]
+        self.targets = [self._targets(reader, batch) for batch in batches]
+
+    def _targets(self, reader: BatchReader, batch: Any) -> Targets:
+        args, kwargs = reader.arguments(batch)
+        try:
+            targets = self.distillation.run_teacher(*args, **kwargs)
+        except Exception as error:  # the user's module may raise anything
+            raise batch_error(self.distillation.teacher, batch, error) from error
+        if not all(bool(each.isfinite().all()) for each in targets.tensors.values()):
+            expected = "batches for which the model returns finite numbers"
+            raise BlockSparseError.expected("data", expected, "inf or nan in its outputs")
+        if not targets.tensors:
+            raise BlockSparseError.expected("model", "floating-point tensors among its outputs", "none")
+        return targets
 
     def __call__(self, model: nn.Module) -> float:
         values = []
@@ -205,6 +380,12 @@ class _Agreement:
 def _time_shares(model: nn.Module, example: Example, modules: list[nn.Module]) -> dict[nn.Module, float]:
     """Return each module's fraction of the time of a model call on the example: the median of five calls."""
     args, kwargs = call_arguments(example)
+    try:
+        with evaluation_mode(model):
+            model(*args, **kwargs)
+    except Exception as error:  # the user's module may raise anything
+        got = f"{type(error).__name__}: {error}"
+        raise BlockSparseError.expected("example", "arguments that the model accepts", got) from error
     shares: dict[nn.Module, list[float]] = {module: [] for module in modules}
     for _ in range(5):
         with _timed(modules) as spent, evaluation_mode(model):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error, byte_count, sample_count
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
 from ..surgery.model_tools import evaluation_mode
-from .batches import MAX_BYTES, BatchReader, Data, is_finite
+from .batches import MAX_BYTES, BatchReader, Data, form_of, is_finite
+
+# Batches of this number of forms are tried before training; sequences may have many lengths.
+MAX_FORMS = 8
 
 # The learning rates of the range test, its maximum number of steps with each, and its maximum share of the budget.
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -37,6 +41,9 @@ RATE_CUT, MAX_CUTS = 0.3, 3
 
 # Batch norms update their statistics in training if batches have at least this number of samples.
 MIN_BATCH_FOR_STATISTICS = 16
+
+# Characters of the progress line, and of the bar in it.
+COLUMNS, BAR = 79, 10
 
 Drop = Callable[[torch.optim.Optimizer | None], object]
 
@@ -156,7 +163,8 @@ class Training:
     def check(self) -> None:
         """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch.
 
-        Data that are not finite are an error now, not after minutes, if the teacher's outputs are not finite for them.
+        The teacher also runs on batches of other forms, and on those that are not finite, so that errors in them come
+        now and not after minutes.
         """
         args, kwargs = self.reader.arguments(self.data.held_out[0])
         with torch.no_grad(), evaluation_mode(self.student):
@@ -165,9 +173,12 @@ class Training:
             except Exception as error:  # the user's module may raise anything
                 raise batch_error(self.student, self.data.held_out[0], error) from error
         check_same_outputs(result.tensors, self.targets(0, held_out=True).tensors)
+        seen = set[Any]()
         for held_out, batches in ((False, self.data.train), (True, self.data.held_out)):
             for index, batch in enumerate(batches):
-                if not is_finite(batch):
+                is_new = len(seen) < MAX_FORMS and form_of(batch) not in seen
+                seen.add(form_of(batch))
+                if is_new or not is_finite(batch):
                     self.targets(index, held_out=held_out)
 
     @torch.no_grad()
@@ -315,7 +326,14 @@ class Training:
         self._shown = self._shown or now
         if sys.stderr.isatty() and now - self._shown > PROGRESS_DELAY and now - self._last_shown > 0.5:
             self._last_shown = now
-            print(f"\r{self.label}, loss {loss:.4g}, {self.budget.left()}   ", end="", file=sys.stderr, flush=True)
+            done = int(BAR * min(1.0, self.budget.used))
+            line = f"[{'#' * done:-<{BAR}}] {self.label}, loss {loss:.3g}, {self.budget.left()}"
+            print(f"\r{line:<{COLUMNS}.{COLUMNS}}", end="", file=sys.stderr, flush=True)
+
+    def clear_line(self) -> None:
+        """Remove the state from the terminal."""
+        if self._last_shown:
+            print(f"\r{'':{COLUMNS}}\r", end="", file=sys.stderr, flush=True)
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from ..errors import BlockSparseError
 from .references import HOOKS_OF_TENSORS, shared_with_copies
 from .sharding import is_dtensor
+
+WRAPPERS = DataParallel, DistributedDataParallel
 
 
 def copy_model(model: nn.Module, same: Mapping[int, Any] | None = None, otherwise: str = "") -> Any:
@@ -56,6 +59,19 @@ def _copy_attributes_and_hooks(old: Tensor, new: Tensor, memo: dict[int, Any]) -
     for name in HOOKS_OF_TENSORS:
         if hooks := getattr(old, name, None):
             setattr(new, name, copy.copy(hooks))
+
+
+def unwrapped_model(model: Any, argument: str = "model") -> nn.Module:
+    """Return the module that `torch.compile`, DataParallel or DistributedDataParallel wraps; others as they are.
+
+    Raises:
+        BlockSparseError: no module.
+    """
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, WRAPPERS):
+        model = inner if isinstance(inner, nn.Module) else model.module
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
+    return model
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def fit(
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
     """
-    copied_products, dense_products = (_products(each, find_weights(each, layouts)) for each in (model, dense))
+    copied_products, dense_products = (products_of(each, find_weights(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
     passes = Passes(dense, batches, dense_products, norms)
     fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})
@@ -249,7 +249,7 @@ def _with_minimum(mask: Tensor, old_mask: Tensor, scores: Tensor, columns: list[
     return mask
 
 
-def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
+def products_of(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
     """Return the observable products of these weights by the name of the module that is called."""
     names = {module: name for name, module in model.named_modules()}
     groups = by_called_module(model, weights.values())
