@@ -16,6 +16,7 @@ from blocksparse.errors import BlockSparseError
 
 from .bench import bench
 from .compare import compare
+from .compress import compress
 from .demo import demo
 from .experiment import Experiments, experiment
 from .info import info
@@ -72,6 +73,7 @@ def _options(
 app.command()(info)
 app.add_typer(bench)
 app.command()(compare)
+app.command()(compress)
 app.command()(demo)
 app.command(cls=Experiments)(experiment)
 app.command()(layout)

@@ -8,10 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from blocksparse.checked import integer, number
+from blocksparse.checkpoint import part
+from blocksparse.conversion import load_sparsified
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn import Linear
 from blocksparse.sparsity import SRSTE
@@ -19,10 +22,11 @@ from blocksparse.sparsity import SRSTE
 from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
 from ..option import option
+from ..training import saved_models
 from ..training.memory import check_room
 from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
-from .classify import ClassifyTask, Data, Importance, Topology
+from .classify import KIND, ClassifyTask, Data, Importance, Topology
 
 METHODS = ("set", "fixed", "rigl", "dense", "2:4")
 _DENSE = ("dense", "2:4")  # methods that store dense weights
@@ -252,3 +256,18 @@ def trainer(settings: MLPSettings, data: Data, run: str | Path, **pace: Any) -> 
     facts = {"data": data.name, "tested": data.tested, "epochs": settings.epochs, **asdict(size_of(model))}
     made = task(settings, model, data)
     return Trainer(made, run, paced(settings, made, **pace), facts)
+
+
+def load(run: str | Path) -> SparseMLP:
+    """Load the network of a checkpoint or run folder on the CPU."""
+    path, tensors, task = saved_models.read_checkpoint(run, KIND, "a network of blocksparse train mlp")
+    config = task.get("model")
+    if not isinstance(config, dict) or not {"sizes", "alpha", "dropout"} <= config.keys():
+        raise BlockSparseError.expected(str(path), "a network of blocksparse train mlp", f"{config!r:.200}")
+    with saved_models.report_bad_parameters(path, config):
+        if len(config["sizes"]) > len(tensors):
+            raise BlockSparseError.expected("sizes", "one for each layer", config["sizes"][:8])
+        with torch.device("meta"):
+            model = SparseMLP(config["sizes"], density=None, alpha=config["alpha"], dropout=config["dropout"])
+        load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
+    return model.eval()

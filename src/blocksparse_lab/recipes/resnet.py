@@ -17,6 +17,7 @@ from torch import Tensor
 from blocksparse import checkpoint
 from blocksparse.checked import integer
 from blocksparse.checkpoint import part
+from blocksparse.conversion import load_sparsified
 from blocksparse.errors import BlockSparseError
 
 from ..data.images import Images
@@ -178,7 +179,11 @@ def load(run: str | Path) -> ResNet:
         with torch.device("meta"):
             # The tensors bring the layouts; until then each row and column has one block.
             model = _network(known | {"density": None if known["density"] is None else 1e-9})
-        model.load_state_dict(part(tensors, "model."), assign=True)
+        state = part(tensors, "model.")
+        if known["density"] is None:  # some layers may have become block-sparse after training
+            load_sparsified(model, state)
+        else:
+            model.load_state_dict(state, assign=True)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model.eval()
 
