@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...surgery.prunable import Prunable, Skip, prunable
-from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
+from .calibrate import Batches, as_rows, channel_axis, check_batches, check_finite, observe
 from .inputs import LAYERS, by_called_module, pack_inputs, products, run_level, why_unobserved
 
-# Each weight keeps at least this fraction of its blocks, whatever others need.
-MIN_FRACTION = 0.5
+# Each weight keeps at least this fraction of its blocks, whatever others need, and a recurrent weight this one.
+MIN_FRACTION, MIN_FRACTION_RECURRENT = 0.5, 0.75
+
+# For shares of energy, no more batches are run once layers with this fraction of the weights have so many rows.
+COVERED_FRACTION, MAX_ROWS = 0.9, 1024
 
 
 class ActivationScores(dict[str, Tensor]):
@@ -71,11 +74,12 @@ def energy_shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable
     """Return scores by which all weights compete for blocks, `[out_blocks, in_blocks]` by name, per value of a block.
 
     A block's score is its share of the energy, the sum of w_ij^2 ||x_j||^2, of all blocks of its weight with as much
-    energy or more, as LAMP does for w_ij^2. 1 is added to the best blocks of a weight up to half of the density, or up
-    to all of it if no batch reaches the weight, so that these stay.
+    energy or more, as LAMP does for w_ij^2. 1 is added to the best blocks of a weight up to half of the density, so
+    that these stay; up to 3/4 of it in recurrent layers, and up to all of it if no batch reaches the weight. States of
+    a recurrent layer have more energy than its inputs, but a layer with few blocks for inputs hardly depends on them.
     """
     weights, scores = list(weights), {}
-    squares = _input_squares(model, batches, weights)
+    squares = _input_squares(model, batches, weights, MAX_ROWS)
     for weight in weights:
         matrix = weight.matrix().detach().double().square()
         if weight.name in squares:
@@ -83,17 +87,34 @@ def energy_shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable
         ranked, order = weight.blocks.sums(weight.blocks.matrix(matrix)).flatten().sort(descending=True, stable=True)
         shares = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
         reached = weight.name in squares
-        count = round(density * (MIN_FRACTION if reached else 1) * len(shares))
+        is_recurrent = isinstance(weight.module, nn.RNNBase | nn.RNNCellBase)
+        minimum = MIN_FRACTION_RECURRENT if is_recurrent else MIN_FRACTION
+        count = round(density * (minimum if reached else 1) * len(shares))
         shares[:count] += 1
         shares[count:] *= reached
         scores[weight.name] = torch.empty_like(shares).scatter_(0, order, shares).view(weight.grid) / weight.blocks.size
     return scores
 
 
-def _input_squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) -> dict[str, Tensor]:
-    """Return ||x_j||^2 of the inputs of each weight that is reached, float64 `[in]` by name."""
+def _input_squares(
+    model: nn.Module, batches: Batches, weights: Iterable[Prunable], max_rows: int | None = None
+) -> dict[str, Tensor]:
+    """Return ||x_j||^2 of the inputs of each weight that is reached, float64 `[in]` by name.
+
+    With `max_rows`, batches are read until nearly all weights have so many rows of inputs.
+    """
+    weights = list(weights)
     by_module = by_called_module(model, weights)
     squares: dict[str, Tensor] = {}
+    counts = dict.fromkeys((weight.name for weight in weights), 0)
+    sizes = {weight.name: weight.tensor.numel() for weight in weights}
+
+    def needed() -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            covered = sum(sizes[name] for name, count in counts.items() if max_rows and count >= max_rows)
+            if covered >= COVERED_FRACTION * sum(sizes.values()):
+                break
 
     def observer(module: nn.Module, args: tuple[Any, ...]) -> None:
         by_parameter = {weight.parameter: weight for weight in by_module[module]}
@@ -101,8 +122,10 @@ def _input_squares(model: nn.Module, batches: Batches, weights: Iterable[Prunabl
             if parameter in by_parameter and len(rows):  # an expert may be called without a token
                 name, sums = by_parameter[parameter].name, rows.double().square().sum(0)
                 squares[name] = squares[name] + sums if name in squares else sums
+                counts[name] += len(rows)
 
-    observe(model, batches, by_module, observer)
+    check_batches(batches)
+    observe(model, needed(), by_module, observer)
     if not squares:
         raise BlockSparseError.expected("batches", "ones that reach a weight of the model", "none that does")
     for name, sums in squares.items():

@@ -1,8 +1,12 @@
-"""Block-sparse weights fitted to the outputs of dense ones: exactly, or by conjugate gradients for many inputs."""
+"""Block-sparse weights fitted to the outputs of dense ones by least squares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,10 +16,13 @@ from .activations import MIN_FRACTION
 # Above this number of inputs, the Hessian of 170 MB, of which several copies exist, is not formed.
 MAX_INPUTS = 4608
 
-# For conjugate gradients: stages in which blocks are dropped, and the most steps of a fit.
-STAGES, STEPS = 4, 100
-# A fit ends once several steps together reduce the error by less than a fraction of it.
-PATIENCE, MIN_GAIN = 4, {torch.float32: 1e-4, torch.float64: 1e-12}
+# Stages in which blocks are dropped, and the most rows for it.
+STAGES, MAX_ROWS_SELECTION = 4, 1024
+# With fewer rows than inputs, one of these factors of the damping is chosen by the error of some rows of blocks, fitted
+# without the last eighth of the rows.
+FACTORS, HELD_OUT, MAX_GROUPS = (1.0, 10.0, 100.0, 1000.0), 8, 4
+# Kernels of columns of blocks are stored if they have at most this number of values.
+MAX_KERNELS = 2**26
 CHUNK = 2**24  # values of a matrix that are processed at a time
 
 
@@ -46,8 +53,8 @@ class Problem:
         sums = [chunk.double().square().sum(0) for chunk in self._chunks(self.x)]
         self.diagonal = torch.stack(sums).sum(0)
         self._nonzero = self.diagonal > 0
-        if self.damping:
-            self.damping = max(self.damping * self.diagonal.mean().item(), self.noise) or self.damping
+        least = self.noise if self.damping else 0.0
+        self._damping = max(self.damping * self.diagonal.mean().item(), least) or self.damping
         self.grid = self.dense.shape[0] // self.block[0], self.dense.shape[1] // self.block[1]
 
     def choose(self, total: int, parts: int = 1) -> Tensor:
@@ -56,7 +63,9 @@ class Problem:
         Each of several equal `parts` of the outputs gets at least half of an equal share of the blocks.
         """
         if self.dense.shape[1] > MAX_INPUTS:
-            return self._select_in_stages(total)
+            every = math.ceil(len(self.x) / MAX_ROWS_SELECTION)
+            problem = self if every == 1 else replace(self, x=self.x[::every].contiguous(), y=self.y[::every])
+            return problem._select_in_stages(total)
         height = self.block[0]
         hessian, target = self._normal_equations()
         mask = torch.zeros(self.grid, dtype=torch.bool, device=target.device)
@@ -67,9 +76,9 @@ class Problem:
         return mask
 
     def values(self, mask: Tensor) -> Tensor:
-        """Return the best weight with these blocks, `[out, in]`; float64, or X's dtype by conjugate gradients."""
-        if self.dense.shape[1] > MAX_INPUTS:
-            return self._conjugate_gradients(self.dense, mask)
+        """Return the best weight with these blocks, `[out, in]`, in float64; in X's dtype if X has few rows."""
+        if self.dense.shape[1] > min(MAX_INPUTS, len(self.x)):
+            return self._by_kernels(mask)
         (height, width), (hessian, target) = self.block, self._normal_equations()
         fitted = torch.zeros_like(target)
         for row, stored in enumerate(mask):
@@ -90,23 +99,23 @@ class Problem:
         pairs = zip(self._chunks(self.x), self._chunks(self.y, self.x), strict=True)
         return sum((y - x @ fitted.T).double().square().sum().item() for x, y in pairs)
 
-    # -- exactly ------------------------------------------------------------------------------------------------
+    # -- by the Hessian -----------------------------------------------------------------------------------------
 
     def _normal_equations(self) -> tuple[Tensor, Tensor]:
         """Return the Hessian X^T X + damping and the target T^T X + damping W, float64; cached."""
         if not hasattr(self, "_cached"):
             size = self.dense.shape[1]
             hessian = torch.zeros(size, size, dtype=torch.float64, device=self.x.device)
-            target = self.damping * self.dense.double()
+            target = self._damping * self.dense.double()
             for x, y in zip(self._chunks(self.x), self._chunks(self.y, self.x), strict=True):
                 x = x.double()
                 hessian.addmm_(x.T, x)
                 target.addmm_(y.double().T, x)
-            hessian.diagonal().add_(self.damping)
+            hessian.diagonal().add_(self._damping)
             self._cached = hessian, target
         return self._cached
 
-    # -- by conjugate gradients ---------------------------------------------------------------------------------
+    # -- with fewer rows than inputs ----------------------------------------------------------------------------
 
     def _select_in_stages(self, total: int) -> Tensor:
         """Drop in stages the blocks that add least to the outputs, |X_b V_b^T|^2; fit the others after each stage."""
@@ -118,7 +127,7 @@ class Problem:
             order = scores.flatten().argsort(descending=True, stable=True)
             mask = torch.zeros_like(mask).view(-1).index_fill(0, order[:count], True).view(self.grid)
             if stage < STAGES:
-                fitted = self._conjugate_gradients(fitted, mask, STEPS // 5)
+                fitted = self._by_kernels(mask)
         return mask
 
     def _output_energy(self, fitted: Tensor) -> Tensor:
@@ -135,52 +144,53 @@ class Problem:
             energies.append(torch.as_tensor(energy).view(-1, height).sum(1))
         return torch.stack(energies, 1)
 
-    def _conjugate_gradients(self, start: Tensor, mask: Tensor, steps: int = STEPS) -> Tensor:
-        """Minimize the error with these blocks by conjugate gradients, for each row of blocks separately.
+    def _by_kernels(self, mask: Tensor) -> Tensor:
+        """Minimize the error with these blocks, for each row of blocks separately; `[out, in]` in X's dtype.
 
-        Each step multiplies with the inputs of stored blocks only, so its cost follows the density.
+        With the stored inputs S, the weights are W_S + A^T X_S with (X_S X_S^T + damping) A = T - X_S W_S^T, a system
+        of as many equations as X has rows. Inputs that are always 0 keep their dense weights.
         """
-        height, width = self.block
-        inside = mask.repeat_interleave(width, 1)
-        fitted = start.to(self.x.dtype) * inside.repeat_interleave(height, 0)
-        for row, stored in enumerate(inside):
-            # Inputs that are always 0 have no part in the error, and keep their dense weights.
-            inputs = (stored & self._nonzero).nonzero().squeeze(1)
-            rows = slice(row * height, (row + 1) * height)
-            if len(inputs):
-                fitted[rows, inputs] = self._fit_row(fitted[rows, inputs], rows, inputs, steps)
+        damping = self._damping * self._best_factor(mask)
+        fitted = torch.zeros_like(self.dense, dtype=self.x.dtype)
+        for rows, inputs, kernel, missing in self._groups(mask):
+            x = self.x[:, inputs]
+            change = cholesky_solve(kernel, damping, missing).to(x.dtype)
+            fitted[rows[:, None], inputs] = self.dense[rows[:, None], inputs].to(x.dtype) + change.T @ x
         return fitted
 
-    def _fit_row(self, v: Tensor, rows: slice, inputs: Tensor, steps: int) -> Tensor:
-        """Return the best weights of these outputs and inputs, `[rows, inputs]`, from a start `v`.
+    def _best_factor(self, mask: Tensor) -> float:
+        """Return the factor of the damping with the least error on the last rows of X, if it is fitted on the others.
 
-        Ends after `steps`, or once the error hardly falls any more.
+        With fewer rows than inputs, the weights could fit the rows exactly, and others badly.
         """
-        x = self.x if len(inputs) == self.x.shape[1] else self.x[:, inputs]
-        scale = 1 / (self.diagonal[inputs] + self.damping).to(x.dtype)
-        change = self.dense[rows, inputs].to(x.dtype) - v
-        missing = self.y[:, rows].T - v @ x.T
-        error = float(missing.square().sum() + self.damping * change.square().sum())
-        residual = missing @ x + self.damping * change
-        scaled = direction = scale * residual
-        size = (residual * scaled).sum(1, keepdim=True)
-        tolerance = size * torch.finfo(x.dtype).eps ** 1.5
-        gains: list[float] = []
-        for _ in range(steps):
-            active = size > tolerance
-            has_stalled = len(gains) >= PATIENCE and sum(gains[-PATIENCE:]) < MIN_GAIN[x.dtype] * error
-            if has_stalled or not active.any():
-                break
-            product = (direction @ x.T) @ x + self.damping * direction
-            step = torch.where(active, size / (direction * product).sum(1, keepdim=True), 0)
-            v = v + step * direction
-            gains.append(float((step * size).sum()))
-            error = max(error - gains[-1], 0.0)
-            residual = residual - step * product
-            scaled = scale * residual
-            previous, size = size, (residual * scaled).sum(1, keepdim=True)
-            direction = scaled + torch.where(active, size / previous, 0) * direction
-        return v
+        count = len(self.x) - len(self.x) // HELD_OUT
+        errors = dict.fromkeys(FACTORS, 0.0)
+        for _, _, kernel, missing in islice(self._groups(mask), MAX_GROUPS):
+            for factor in FACTORS:
+                change = cholesky_solve(kernel[:count, :count], factor * self._damping, missing[:count])
+                errors[factor] += float((missing[count:] - kernel[count:, :count] @ change).square().sum())
+        return min(errors, key=lambda factor: errors[factor])
+
+    def _groups(self, mask: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield the outputs that store the same inputs S, and S; X_S X_S^T and T - X_S W_S^T of them, in float64."""
+        height, width = self.block
+        patterns, group_of_row = mask.unique(dim=0, return_inverse=True)
+        for group, stored in enumerate(patterns):
+            inputs = stored.repeat_interleave(width).nonzero().squeeze(1)
+            if not len(inputs):
+                continue
+            rows = (group_of_row == group).repeat_interleave(height).nonzero().squeeze(1)
+            x = self.x[:, inputs]
+            kernel = x @ x.T if self._kernels is None else self._kernels[stored].sum(0, dtype=torch.float64)
+            missing = self.y[:, rows] - x @ self.dense[rows[:, None], inputs].to(x.dtype).T
+            yield rows, inputs, kernel.double(), missing.double()
+
+    @cached_property
+    def _kernels(self) -> Tensor | None:
+        """X_b X_b^T of each column of blocks b, `[in_blocks, rows, rows]`, or None if they need too much memory."""
+        if self.grid[1] * len(self.x) ** 2 > MAX_KERNELS:
+            return None
+        return torch.stack([x @ x.T for x in self.x.split(self.block[1], 1)])
 
     def _chunks(self, matrix: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return chunks of rows of a matrix, small enough to copy; the width of `like` sets their size."""
@@ -240,3 +250,10 @@ def least_squares(target: Tensor, hessian: Tensor, inputs: Tensor) -> Tensor:
     """Return the weights of these inputs S with the least error, (W H)_S (H_SS)^-1, `[rows, len(inputs)]`."""
     root = torch.linalg.cholesky(hessian[inputs][:, inputs])
     return torch.cholesky_solve(target[:, inputs].T, root).T
+
+
+def cholesky_solve(matrix: Tensor, damping: float, target: Tensor) -> Tensor:
+    """Return (matrix + damping)^-1 target."""
+    damped = matrix.clone()
+    damped.diagonal().add_(damping)
+    return torch.cholesky_solve(target, torch.linalg.cholesky(damped))

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .calibrate import SkipBatch, check_finite, observe
+from .fitting import MAX_INPUTS
 from .inputs import CELLS, LAYERS, Product
 
-# Limits of the rows of a layer's inputs that are used; more are sampled at random.
-MAX_ROWS = 10_000
+# Limits of the rows of a layer's inputs that are used; more are sampled at random. With many inputs, the cost of a fit
+# grows with the third power of the rows.
+MAX_ROWS, MAX_ROWS_WIDE = 10_000, 2048
 MAX_BYTES = 2**28
 
 # Outputs of layers with at least this number of inputs (times taps) are cached, up to MAX_BYTES for each of the two
@@ -38,6 +40,8 @@ class Reach:
 
 class OutputCache:
     """Outputs of linear layers and convolutions of a model, which later runs return instead of computing them again.
+
+    If there is no room for all, those that cost most to compute are stored.
 
     Args:
         model: the model.
@@ -77,12 +81,26 @@ class OutputCache:
                 return self.outputs[key].clone()  # the model may change it in place
             output = forward(*args, **kwargs)
             size = output.numel() * output.element_size()
-            if self.bytes + size <= MAX_BYTES:
+            if self._make_room(size, self._cost(name)):
                 self.outputs[key] = output.clone()
                 self.bytes += size
             return output
 
         return cached
+
+    def _cost(self, name: str) -> int:
+        """Return the number of weights of an output of a layer: the multiplications that each of its values costs."""
+        return self.modules[name].weight[0].numel()
+
+    def _make_room(self, size: int, cost: int) -> bool:
+        """Remove outputs that cost less to compute until `size` bytes are free; return whether they are."""
+        while self.bytes + size > MAX_BYTES:
+            key = min(self.outputs, key=lambda key: self._cost(key[0]), default=None)
+            if key is None or self._cost(key[0]) >= cost:
+                return False
+            removed = self.outputs.pop(key)
+            self.bytes -= removed.numel() * removed.element_size()
+        return True
 
 
 class Passes:
@@ -124,7 +142,12 @@ class Passes:
                 reached.rows[product.name] = reached.rows.get(product.name, 0) + product.rows(args)
 
         def is_enough() -> bool:
-            covered = [name for name, each in self.reached.items() if min(each.rows.values(), default=0) >= MAX_ROWS]
+            covered = [
+                name
+                for name, reached in self.reached.items()
+                if reached.rows
+                and all(reached.rows.get(each.name, 0) >= self._limit(each) for each in products.get(name, ()))
+            ]
             return sum(sizes.get(name, 0) for name in covered) >= COVERED_FRACTION * sum(sizes.values())
 
         def needed() -> Iterator[Any]:
@@ -190,10 +213,16 @@ class Passes:
             observe(model, reaching(), [model.get_submodule(name)], observer)
 
     @staticmethod
+    def _limit(product: Product) -> int:
+        """Return the number of rows of a product that are used at most."""
+        inputs = sum(product.sizes)
+        width = max(inputs, product.weights[0].shape[0])
+        return min(MAX_ROWS if inputs <= MAX_INPUTS else MAX_ROWS_WIDE, max(64, MAX_BYTES // (4 * width)))
+
+    @staticmethod
     def _positions(product: Product, rows: int) -> Tensor:
         """Return the positions of the rows to use, int64, rising, the same in each call."""
-        width = max(sum(product.sizes), product.weights[0].shape[0])
-        limit = min(MAX_ROWS, max(64, MAX_BYTES // (4 * width)))
+        limit = Passes._limit(product)
         if rows <= limit:
             return torch.arange(rows)
         return torch.randint(rows, (limit,), generator=torch.Generator().manual_seed(0)).unique()
