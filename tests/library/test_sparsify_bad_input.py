@@ -349,7 +349,7 @@ def test_a_layer_that_gets_no_rows_is_not_fitted(data):
 @pytest.mark.parametrize("many", [False, True], ids=["few inputs", "many inputs"])
 @pytest.mark.parametrize("strong", ["ih", "hh"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN, nn.LSTMCell], ids=lambda kind: kind.__name__)
-def test_each_weight_of_a_recurrent_layer_keeps_half_of_its_blocks(kind, strong, many, monkeypatch):
+def test_each_weight_of_a_recurrent_layer_keeps_its_number_of_blocks(kind, strong, many, monkeypatch):
     if many:
         monkeypatch.setattr(fitting, "MAX_INPUTS", 8)
     torch.manual_seed(0)
@@ -363,6 +363,4 @@ def test_each_weight_of_a_recurrent_layer_keeps_half_of_its_blocks(kind, strong,
     made = bs.sparsity.reconstruct(layer, [(x, given)], 0.25, 8)
     layouts = {name.split("_")[1]: layout for name, layout in made.layouts.items()}
     count = layer.weight_hh.numel() if kind is nn.LSTMCell else layer.weight_hh_l0.numel()
-    blocks = count // 64
-    assert layouts["hh" if strong == "ih" else "ih"].nnz == blocks // 8, "half of a quarter"
-    assert layouts[strong].nnz == blocks // 2 - blocks // 8
+    assert layouts["ih"].nnz == layouts["hh"].nnz == count // 64 // 4

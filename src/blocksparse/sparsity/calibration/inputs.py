@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,20 @@ class Product:
 
 def products(module: Any, weights: list[Prunable]) -> list[Product]:
     """Return the observable products of a module's weights, in the order in which it computes them."""
+    found = _products(module, weights)
+    return [replace(each, bias=None) if _is_bias_frozen(each) else each for each in found]
+
+
+def _is_bias_frozen(product: Product) -> bool:
+    """Return whether the user froze a product's bias alone: it requires no gradient, and its weight does."""
+    if product.bias is None:
+        return False
+    weight = product.weights[0]
+    return weight.tensor.requires_grad and not getattr(weight.module, product.bias).requires_grad
+
+
+def _products(module: Any, weights: list[Prunable]) -> list[Product]:
+    """Return the products of `products`, with all of their biases."""
     kind, by_name = type(module), {weight.parameter: weight for weight in weights}
     if kind is nn.MultiheadAttention:
         biases = {"in_proj_weight": "in_proj_bias", "weight": "bias"}
@@ -241,18 +255,29 @@ def pack_inputs(module: Any, args: tuple[Any, ...]) -> tuple[PackedSequence, Sta
     return PackedSequence(x.detach().flatten(0, 1), torch.full((steps,), batch)), state
 
 
-def run_level(module: Any, level: int, x: PackedSequence, state: States) -> PackedSequence:
-    """Return the outputs of one level of a recurrent layer; `state` holds the initial states of all levels."""
-    directions = 2 if module.bidirectional else 1
+def level_layer(module: Any, level: int) -> Any:
+    """Return a layer of one level of a recurrent layer, with the same parameters."""
+    inputs = getattr(module, f"weight_ih_l{level}").shape[1]
     names = ["hidden_size", "bias", "bidirectional"]
     names += ["proj_size"] * (type(module) is nn.LSTM) + ["nonlinearity"] * (type(module) is nn.RNN)
-    layer = type(module)(x.data.shape[1], **{name: getattr(module, name) for name in names}, device="meta")
+    layer = type(module)(inputs, **{name: getattr(module, name) for name in names}, device="meta")
     for key in [name for name, _ in layer.named_parameters()]:
         setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
+    return layer
+
+
+def level_states(layer: Any, level: int, state: States) -> Any:
+    """Return the initial states of one level, as its layer accepts them, given those of all levels."""
     if state is None:
-        return layer(x)[0]
+        return None
+    directions = 2 if layer.bidirectional else 1
     initial = tuple(each[level * directions : (level + 1) * directions] for each in state)
-    return layer(x, initial if type(module) is nn.LSTM else initial[0])[0]
+    return initial if type(layer) is nn.LSTM else initial[0]
+
+
+def run_level(module: Any, level: int, x: PackedSequence, state: States) -> PackedSequence:
+    """Return the outputs of one level of a recurrent layer; `state` holds the initial states of all levels."""
+    return level_layer(module, level)(x, level_states(module, level, state))[0]
 
 
 def _level_inputs(module: Any, level: int, direction: int, x: PackedSequence, state: States) -> dict[str, Tensor]:

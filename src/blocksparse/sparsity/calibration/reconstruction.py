@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from ...surgery.model_tools import copy_model
 from ...surgery.prunable import Prunable, Skip, find_weights, prunable
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
-from .activations import MIN_FRACTION
 from .batch_norms import correct_statistics, has_statistics
 from .calibrate import Batches, collect_batches, progress
 from .fitting import Problem
-from .inputs import Product, by_called_module, products, why_unobserved
-from .passes import MAX_BYTES, Passes
+from .inputs import LAYERS, Product, by_called_module, products, why_unobserved
+from .passes import Passes
+from .sequences import fit_states
 
-# A recurrent layer is fitted first on the states of the dense weights, then on those of its fitted weights as well.
-# States of fitted weights alone, which may be far from the dense ones, would make the fit worse from round to round.
-ROUNDS = 4
+# Recurrent weights stay closer to the dense ones, since errors of states add up.
+RECURRENT_DAMPING = 10
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Reconstruction:
         model: the block-sparse model.
         layouts: its layouts, by the name of the dense weight.
         errors: relative error |Y' - Y|^2 / |X W^T|^2 of each fitted weight on the calibration data. Y are the outputs
-            of its layer in the dense model, Y' in this one; for an LSTM, the gates before activation, of both weights.
+            of its layer in the dense model, Y' in this one; for an LSTM, the gates before activation, of both weights,
+            given the states of the dense model.
         by_magnitude: weights that were not fitted, with the reason; they keep their largest blocks, unchanged.
     """
 
@@ -64,7 +63,8 @@ def reconstruct(
     pruned model. So each layer compensates for errors of the ones before. Fitted are linear layers (also the Conv1D of
     transformers), convolutions (also transposed), recurrent layers and cells of torch.nn, and MultiheadAttention with
     one weight for query, key and value. Weights that no batch reaches keep their largest blocks. Biases absorb the
-    remaining mean error, and running statistics of batch norms are corrected.
+    remaining mean error, unless they require no gradient and their weights do. Running statistics of batch norms are
+    corrected, also of frozen ones.
 
     Args:
         model: any module; it does not change.
@@ -93,13 +93,13 @@ def reconstruct(
         in each row of blocks follows from the optimal brain surgeon's score, sum w_ij^2 / (H^-1)_jj with H = X^T X +
         damping. Queries, keys and values get at least half of an equal share each. The row then takes, again and again,
         the block that reduces the error most. Values are the exact least-squares solution. Recurrent layers are fitted
-        three times more, on the states of the fitted weights as well; the round is kept whose states are closest to the
-        dense ones.
+        with ten times the damping, then by gradient descent to the states of the dense layer over whole sequences.
 
         At most 10,000 rows (tokens, positions or steps) and 256 MiB of a layer's inputs are used, the same in each run.
         Up to 4,608 inputs (times taps), the score costs one inversion of H, and a row of blocks (in) (kept in)^2
-        multiplications, in float64. With more inputs, blocks that add least to the outputs are dropped in four stages,
-        and values are found by conjugate gradients.
+        multiplications, in float64. With more inputs, 2,048 rows are used at most, and blocks that add least to the
+        outputs are dropped in four stages. With fewer rows than inputs, values are found from the products of rows,
+        X X^T, and the damping is increased up to 1,000 times if that helps on rows that were left out.
 
     Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score.
     """
@@ -136,7 +136,6 @@ def fit(
         layouts: layouts of the weights to fit.
         damping: see `reconstruct`.
         choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
-            An LSTM's weights of inputs and of states share their number; each keeps at least half of its own.
 
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
@@ -148,14 +147,20 @@ def fit(
     for name in progress(passes.reached, "layers fitted to the data:"):
         if name in norms:
             correct_statistics(name, model, dense, passes)
-        for product, other in zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True):
-            if not passes.reached[name].rows[product.name]:
-                continue  # called without rows, such as an expert that gets no token
-            try:
-                fitter.fit(name, product, other)
-            except torch.linalg.LinAlgError as error:
-                expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
-                raise BlockSparseError.expected("damping", expected, damping) from error
+        pairs = zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True)
+        # An expert may be called without rows, since it gets no token.
+        with_rows = [(product, other) for product, other in pairs if passes.reached[name].rows[product.name]]
+        for level, pairs_of_level in groupby(with_rows, key=lambda pair: pair[0].level):
+            fitted = []
+            for product, other in pairs_of_level:
+                try:
+                    fitter.fit(name, product, other)
+                except torch.linalg.LinAlgError as error:
+                    expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
+                    raise BlockSparseError.expected("damping", expected, damping) from error
+                fitted.append(product)
+            if type(fitted[0].module) in LAYERS:
+                fitter.fit_level(name, level, fitted)
         passes.fitted.add(name)
     return fitter.layouts, fitter.errors
 
@@ -176,48 +181,53 @@ class _Fitter:
         """Fit weights and bias of a product of the module `name` to the outputs of the dense product `other`."""
         matrix, recurrent = other.matrix(), product.weights[-1].parameter.startswith("weight_hh")
         x, counts = self.passes.rows(self.dense, other, name)
-        outputs = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
+        y = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
+        norm = y.double().square().sum().item()
         states = slice(x.shape[1] - product.sizes[-1] if recurrent else x.shape[1], None)
         dense_states = x[:, states].clone()
         del x  # frees memory for the next ones
-        x, y = self._inputs(name, product, other, counts), outputs
+        x = self._inputs(name, product, other, counts)
         x[:, states] = dense_states
-        layouts = [self.layouts[weight.name] for weight in product.weights]
-        total = sum(layout.nnz for layout in layouts)
-        mask = torch.cat([layout.mask() for layout in layouts], 1).to(y.device)
-        columns = [weight.grid[1] for weight in product.weights]
-        best = math.inf
-        for turn in range(ROUNDS if recurrent else 1):
-            mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
-            mean_x = x.mean(0) if product.bias else torch.zeros_like(x[0])
-            centered = x - mean_x if recurrent else x.sub_(mean_x)
-            noise = torch.finfo(x.dtype).eps * len(x) * mean_x.double().square().mean().item()
-            problem = Problem(matrix, centered, y - mean, product.block, self.damping, noise)
-            if self.choose and turn == 0:
-                # The small values of an attention layer would lose all of their blocks to queries and keys.
-                parts = 3 if product.weights[0].parameter == "in_proj_weight" else 1
-                mask = _with_minimum(problem.choose(total, parts), mask, problem.energy(), columns)
-            fitted = problem.values(mask)
-            shift = mean.double() - fitted.double() @ mean_x.double()
-            product.set(fitted, other, shift)
-            if not recurrent:
-                error = problem.error(fitted)
-                break
-            own = self._inputs(name, product, other, counts)
-            distance = float((own[:, states] - dense_states).double().square().sum())
-            if distance < best or turn == 0:
-                best, best_fit = distance, (fitted, shift)
-                error = float((outputs - own @ fitted.to(own.dtype).T - shift.to(own.dtype)).double().square().sum())
-            x, y = torch.cat([x, own]), torch.cat([y, outputs])
-            while max(x.numel(), y.numel()) * x.element_size() > MAX_BYTES * 2:
-                x, y = x[::2], y[::2]
-        else:
-            product.set(best_fit[0], other, best_fit[1])
-        norm = outputs.double().square().sum().item()
-        error = error / norm if norm > 0 else 0.0
-        for weight, mask_of_weight in zip(product.weights, mask.split(columns, 1), strict=True):
-            self.layouts[weight.name] = BlockLayout(mask_of_weight.cpu(), weight.block_shape)
+        mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
+        mean_x = x.mean(0) if product.bias else torch.zeros_like(x[0])
+        damping = self.damping * (RECURRENT_DAMPING if recurrent else 1)
+        noise = torch.finfo(x.dtype).eps * len(x) * mean_x.double().square().mean().item()
+        problem = Problem(matrix, x.sub_(mean_x), y.sub_(mean), product.block, damping, noise)
+        old_masks = [self.layouts[weight.name].mask().to(y.device) for weight in product.weights]
+        masks = self._choose(problem, product, old_masks) if self.choose else old_masks
+        fitted = problem.values(torch.cat(masks, 1))
+        product.set(fitted, other, mean.double() - fitted.double() @ mean_x.double())
+        error = problem.error(fitted) / norm if norm > 0 else 0.0
+        for weight, mask in zip(product.weights, masks, strict=True):
+            self.layouts[weight.name] = BlockLayout(mask.cpu(), weight.block_shape)
             self.errors[weight.name] = error
+
+    @staticmethod
+    def _choose(problem: Problem, product: Product, masks: list[Tensor]) -> list[Tensor]:
+        """Return masks with the same numbers of blocks, chosen for each weight of the product separately.
+
+        Together, a recurrent layer would keep states instead of inputs: a state of the dense layer predicts the next
+        one well, but a state of the pruned layer does not.
+        """
+        if len(masks) == 1:
+            # The small values of an attention layer would lose all of their blocks to queries and keys.
+            parts = 3 if product.weights[0].parameter == "in_proj_weight" else 1
+            return [problem.choose(int(masks[0].sum()), parts)]
+        sides = zip(problem.dense.split(product.sizes, 1), problem.x.split(product.sizes, 1), masks, strict=True)
+        return [
+            Problem(dense, x, x @ dense.to(x.dtype).T, product.block, problem.damping, problem.noise).choose(
+                int(mask.sum())
+            )
+            for dense, x, mask in sides
+        ]
+
+    def fit_level(self, name: str, level: int, products: list[Product]) -> None:
+        """Fit a level of the recurrent layer `name` over whole sequences, after least squares for its products."""
+        masks: dict[str, Tensor | None] = {product.bias: None for product in products if product.bias}
+        for weight in chain.from_iterable(product.weights for product in products):
+            layout = self.layouts[weight.name]
+            masks[weight.parameter] = weight.blocks.spread(layout.mask().to(weight.tensor.device))
+        fit_states(self.model, self.dense, name, level, masks, self.passes)
 
     def _inputs(self, name: str, product: Product, other: Product, counts: list[int]) -> Tensor:
         """Return the inputs of a product in the model; those of the dense one if a router now sends other rows here."""
@@ -226,27 +236,6 @@ class _Fitter:
             del x
             x, _ = self.passes.rows(self.dense, other, name)
         return x
-
-
-def _with_minimum(mask: Tensor, old_mask: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
-    """Exchange blocks between two weights side by side until each has at least half of its old number of blocks.
-
-    Args:
-        mask: chosen blocks of one or two weights, `[out_blocks, sum(columns)]`; changed in place and returned.
-        old_mask: their blocks before.
-        scores: which blocks to add and to remove.
-        columns: columns of blocks of each weight.
-    """
-    sides = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
-    for side, other in zip(sides, sides[::-1], strict=True):
-        missing = math.ceil(MIN_FRACTION * int(old_mask[:, side].sum())) - int(mask[:, side].sum())
-        if missing > 0:
-            best = scores.masked_fill(mask, -torch.inf)[:, side].flatten().topk(missing).indices
-            mask[:, side] |= torch.zeros_like(mask[:, side]).flatten().index_fill(0, best, True).view_as(mask[:, side])
-            worst = scores.masked_fill(~mask, torch.inf)[:, other].flatten().topk(missing, largest=False).indices
-            removed = torch.zeros_like(mask[:, other]).flatten().index_fill(0, worst, True)
-            mask[:, other] &= ~removed.view_as(mask[:, other])
-    return mask
 
 
 def products_of(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:

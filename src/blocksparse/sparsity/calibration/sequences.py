@@ -1,0 +1,144 @@
+"""Recurrent layers fitted over whole sequences, so that their states stay close to those of the dense layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from .inputs import States, level_layer, level_states, pack_inputs, run_level
+from .passes import MAX_BYTES, Passes
+
+# Steps of Adam and the sequences of each; fewer steps if all of them would process more than this number of time steps.
+STEPS, SEQUENCES, MAX_TIME_STEPS = 120, 32, 1_000_000
+# The highest learning rate of a parameter, relative to the root mean square of its values; the norm at which gradients
+# are clipped.
+RATE, MAX_NORM = 0.03, 0.1
+MIN_VALUE = 1e-3  # the smallest root mean square for this, as biases may be 0
+
+Sequences = tuple[PackedSequence, States, Tensor]
+"""The inputs of a level, the initial states of all levels, and the outputs of the dense level `[rows, states]`."""
+
+
+def fit_states(
+    model: nn.Module, dense: nn.Module, name: str, level: int, masks: Mapping[str, Tensor | None], passes: Passes
+) -> None:
+    """Change parameters of one level of a recurrent layer such that its outputs come close to those of the dense layer.
+
+    Least squares fits the weights to states of the dense layer. In use, each step gets the states of the pruned layer,
+    and errors add up. Adam therefore minimizes the mean squared error of the outputs of whole sequences. The values
+    stay as they are if that does not reduce the error, and in 16-bit layers.
+
+    Args:
+        model, dense: the pruned and the dense model.
+        name: name of the recurrent layer.
+        level: which of its levels.
+        masks: the parameters to change, by name, with a mask of the weights that are stored, or None for all.
+        passes: the calibration batches.
+    """
+    module: Any = model.get_submodule(name)
+    batches = _sequences(model, dense, name, level, passes)
+    if not batches or not masks or batches[0][0].data.dtype not in (torch.float32, torch.float64):
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        layer = level_layer(module, level)
+        suffix = f"_l{level}"
+        trained: dict[str, nn.Parameter] = {}
+        for key in [key for key, _ in layer.named_parameters()]:
+            parameter = nn.Parameter(getattr(layer, key).detach().clone())
+            setattr(layer, key, parameter)
+            if (full_name := key.replace("_l0", suffix)) in masks:
+                trained[full_name] = parameter
+        before = _error(layer, level, batches)
+        _train(layer, level, batches, trained, masks)
+        if not _error(layer, level, batches) < before:
+            return
+    for key, parameter in trained.items():
+        getattr(module, key).copy_(parameter.detach())
+
+
+def _sequences(model: nn.Module, dense: nn.Module, name: str, level: int, passes: Passes) -> list[Sequences]:
+    """Return the sequences of each call, up to 256 MiB of inputs and outputs; none if a router changes the calls."""
+    inputs, outputs = _runs(model, name, level, passes), _runs(dense, name, level + 1, passes)
+    pairs = list(zip(inputs, outputs, strict=False))
+    if any(not torch.equal(x.batch_sizes, y.batch_sizes) for (x, _), (y, _) in pairs):
+        return []
+    return [(x, state, y.data) for (x, state), (y, _) in pairs]
+
+
+def _runs(model: nn.Module, name: str, levels: int, passes: Passes) -> list[tuple[PackedSequence, States]]:
+    """Return the outputs of the first levels of a recurrent layer in each call, and the initial states."""
+    calls: list[tuple[PackedSequence, States]] = []
+    module, size = model.get_submodule(name), 0
+
+    def record(args: tuple[Any, ...]) -> None:
+        nonlocal size
+        if size < MAX_BYTES // 2:
+            x, state = pack_inputs(module, args)
+            for lower in range(levels):
+                x = run_level(module, lower, x, state)
+            size += x.data.numel() * x.data.element_size()
+            calls.append((x, state))
+
+    passes.run(model, name, record)
+    return calls
+
+
+def _train(
+    layer: Any,
+    level: int,
+    batches: list[Sequences],
+    trained: dict[str, nn.Parameter],
+    masks: Mapping[str, Tensor | None],
+) -> None:
+    """Train parameters of a layer of one level; values that are not stored stay 0."""
+    generator = torch.Generator().manual_seed(0)
+    rates = [RATE * max(_root_mean_square(parameter), MIN_VALUE) for parameter in trained.values()]
+    optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in trained.values()])
+    longest = max(len(x.batch_sizes) for x, _, _ in batches)
+    steps = min(STEPS, max(1, MAX_TIME_STEPS // (SEQUENCES * longest)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
+    for _ in range(steps):
+        batch = batches[int(torch.randint(len(batches), (), generator=generator))]
+        x, state, target = _sample(batch, generator)
+        optimizer.zero_grad()
+        (layer(x, level_states(layer, level, state))[0].data - target).square().mean().backward()
+        nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                if (mask := masks[name]) is not None:
+                    parameter.mul_(mask)
+
+
+def _root_mean_square(parameter: Tensor) -> float:
+    """Return the root mean square of the values that are not 0; 0 if all are."""
+    values = parameter.detach()
+    return float(values.square().sum() / values.count_nonzero().clamp(min=1)) ** 0.5
+
+
+def _sample(batch: Sequences, generator: torch.Generator) -> Sequences:
+    """Return some sequences of a batch, at random."""
+    x, state, target = batch
+    sizes = x.batch_sizes
+    count = int(sizes[0])
+    if count <= SEQUENCES:
+        return batch
+    chosen = torch.randperm(count, generator=generator)[:SEQUENCES].sort().values
+    begins = (sizes.cumsum(0) - sizes).tolist()
+    parts = [begin + chosen[chosen < size] for begin, size in zip(begins, sizes.tolist(), strict=True)]
+    rows = torch.cat(parts).to(target.device)
+    some_sizes = torch.tensor([len(part) for part in parts if len(part)])
+    some_state = state if state is None else tuple(each[:, chosen.to(each.device)] for each in state)
+    return PackedSequence(x.data[rows], some_sizes), some_state, target[rows]
+
+
+@torch.no_grad()
+def _error(layer: Any, level: int, batches: list[Sequences]) -> float:
+    """Return the squared error of a layer's outputs."""
+    outputs = ((layer(x, level_states(layer, level, state))[0].data, target) for x, state, target in batches)
+    return sum(float((y - target).double().square().sum()) for y, target in outputs)
