@@ -7,6 +7,7 @@ of each parameter runs in `make test`; the other combinations are `full`.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
@@ -96,6 +97,12 @@ def covering(items):
         seen |= values
         left.remove((item, values))
     return found
+
+
+def pytest_collection_finish():
+    """Exempt the modules and thousands of tests from garbage collection, which would visit them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

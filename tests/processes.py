@@ -21,9 +21,14 @@ import torch.distributed as dist
 
 from blocksparse.errors import BlockSparseError
 
-# The server that forks the processes has imported these, and has no threads yet.
+# The server that forks the processes imports these once, before it has threads. PyTorch's optimizers import dynamo.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "blocksparse", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+        "blocksparse", "blocksparse.distributed", "blocksparse_lab.experiments", "blocksparse_lab.cli",
+    ]
+)  # fmt: skip
 
 
 class Processes:
