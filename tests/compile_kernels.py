@@ -358,17 +358,17 @@ class Device:
             convolutions.conv(x, values, bias, layout, False, False, axes, case.activation)
         return list(self.launches)
 
-    def compiled(self, launch: Launch) -> dict[str, Any]:
-        """The compiler's output for a launch."""
+    def compiled(self, launch: Launch, with_loop: bool = False) -> dict[str, Any]:
+        """Return the compiler's figures for a launch; those of the loop take half a second."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
         # LLVM compiles undefined code, and code that exceeds tensor memory, to a trap and nothing else.
         code = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
         traps = bool(re.search(r"^\s+(trap;|s_trap\b)", code, re.MULTILINE))
         facts = {"shared": kernel.metadata.shared, "traps": traps}
-        return facts | (_amd(kernel.asm) if self.target.backend == "hip" else _nvidia(kernel.asm))
+        return facts | (_amd(kernel.asm) if self.target.backend == "hip" else _nvidia(kernel.asm, with_loop))
 
 
-def _nvidia(asm: Any) -> dict[str, Any]:
+def _nvidia(asm: Any, with_loop: bool) -> dict[str, Any]:
     ptx = asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -384,7 +384,7 @@ def _nvidia(asm: Any) -> dict[str, Any]:
         "copies": _distinct(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (\w+),", ptx),
         "loads": _distinct(r"ld\.global[\w.:]*", ptx),
         "bulk": "cp.async.bulk" in ptx,
-        "loop": _loop(asm["cubin"]) if "wgmma" in ptx else None,
+        "loop": _loop(asm["cubin"]) if with_loop and "wgmma" in ptx else None,
     }
 
 
@@ -484,7 +484,7 @@ _todo: list[tuple[Device, Launch]] = []  # inherited by the forks: launches cann
 def _compiled(nth: int) -> dict[str, Any]:
     device, launch = _todo[nth]
     try:
-        return device.compiled(launch)
+        return device.compiled(launch, with_loop=launch.kernel.__name__.startswith("conv"))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -14,7 +14,11 @@ from command import error, output, run
 
 H100 = hardware.PRESETS["h100"]
 NET = net.mlp(layers=3, width=256, hidden=512, density=0.25, block=16)
-ENGINES = [(2, None), (2, 1), (2, 2), (4, None), (4, 1), (4, 2), (4, 4)]
+# Data parallel, tensor parallel, sharded and both, on other numbers of processes.
+ENGINES = [
+    (4, None), (2, 2), (4, 1), (4, 2),
+    *(pytest.param(*engine, marks=pytest.mark.full) for engine in ((2, None), (2, 1), (4, 4))),
+]  # fmt: skip
 
 
 def planned(job, tensor_parallel):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -168,8 +169,10 @@ def test_bank_conflicts_are_counted():
     assert [compile_rows._bank_conflict_ways(text.format(*size)) for size in sizes] == [1, 8, 4, 4]
 
 
-def test_kernels_that_do_not_compile_raise():
-    with pytest.raises(bs.BlockSparseError, match=r"kernels: expected ones that compile for H200.*"):
+def test_kernels_that_do_not_compile_raise(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "TypeError: no spec has unexpected\n")
+    monkeypatch.setattr(model.subprocess, "run", lambda *command, **options: failed)
+    with pytest.raises(bs.BlockSparseError, match=r"kernels: expected ones that compile for H200.*unexpected"):
         compiled(CHIPS["h200"], '{"unexpected": 1}')
 
 
@@ -236,9 +239,9 @@ GATED = next(name for name in ROWS if name.startswith("gated MLP") and " 32 toke
 SHARED = ("many tokens, block 32", "layout with hubs, many tokens")
 # Rows by falling density.
 FALLING = {dtype: [name for name in ROWS if name.startswith(f"few tokens, {dtype}")] for dtype in ("bf16", "fp32")}
-DESIGNED = dict.fromkeys(
-    [*RESIDENT, *SHARED, *FALLING["bf16"], *FALLING["fp32"], *CONVOLUTIONS.values(), RECURRENT, RECURRENT_WIDE, GATED]
-)
+# Rows whose kernels are compiled together: those that always are, and others that check the same once more.
+DESIGNED = (*RESIDENT, EXACT, *SHARED, *FALLING["bf16"], CONVOLUTIONS["forward"], RECURRENT, RECURRENT_WIDE, GATED)
+REPEATED = (*FALLING["fp32"], CONVOLUTIONS["dgrad"], CONVOLUTIONS["wgrad"])
 KINDS = {"sm80": "a100", "sm90": "h200", "sm100": "b200", "gfx942": "mi300x"}
 # Least programs of convolutions and an LSTM's kernels; the step's tables leave room for three with its gates.
 OTHERS = {
@@ -254,7 +257,13 @@ FEW_SPILLED = 8
 
 @lru_cache
 def launches(kind, *names):
-    return compiled(CHIPS[KINDS[kind]], *names)
+    """Return what the launches of some rows do, by default of all; compile each group of rows once."""
+    return compiled(CHIPS[KINDS[kind]], *dict.fromkeys(names))
+
+
+def launches_of(kind, name):
+    """Return what the launches of a row do."""
+    return launches(kind, *(DESIGNED if name in DESIGNED else REPEATED))[name]["launches"]
 
 
 def kinds(*without):
@@ -267,7 +276,7 @@ def kinds(*without):
 @kinds()
 @pytest.mark.parametrize("name", RESIDENT)
 def test_kernels_keep_to_their_design(kind, name):
-    (does,) = launches(kind, *DESIGNED)[name]["launches"]
+    (does,) = launches_of(kind, name)
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
     assert resident(kernel, chip) >= RESIDENT[name][kind]
@@ -289,7 +298,7 @@ def test_float32_uses_tensor_cores_without_bank_conflicts(kind, request):
     if kind != "gfx942" and [int(part) for part in version("triton").split(".")[:2]] >= [3, 8]:
         reason = "Triton 3.8 moves the leading bits of the operands through shared memory again, with conflicts"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    (does,) = launches(kind, *DESIGNED)[EXACT]["launches"]
+    (does,) = launches_of(kind, EXACT)
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
     assert resident(kernel, chip) >= {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 6}[kind]
@@ -305,7 +314,7 @@ def test_float32_uses_tensor_cores_without_bank_conflicts(kind, request):
 @kinds("sm80", "gfx942")
 @pytest.mark.parametrize("name", SHARED)
 def test_pairs_of_rows_share_loads_of_inputs(kind, name):
-    (does,) = launches(kind, *DESIGNED)[name]["launches"]
+    (does,) = launches_of(kind, name)
     assert does["saved"] >= 0.13
     # Bytes of x and of the values that programs load, with tiles of 256 tokens in 16 bits.
     values = does["macs"] / 8192
@@ -313,23 +322,25 @@ def test_pairs_of_rows_share_loads_of_inputs(kind, name):
 
 
 @with_triton
-@pytest.mark.parametrize("dtype", FALLING)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 @kinds()
 def test_fewer_blocks_are_no_slower(kind, dtype, request):
     if (kind, dtype) == ("gfx942", "bf16"):
         reason = "rows are split at density 0.03 but not at 0.05, and a second launch sums the splits"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    rows = launches(kind, *DESIGNED)
+    rows = [launches_of(kind, name) for name in FALLING[dtype]]
     for chip in (chip for chip in CHIPS.values() if chip.kind == kind):
-        times = [together(rows[name]["launches"], chip).seconds for name in FALLING[dtype]]
+        times = [together(row, chip).seconds for row in rows]
         assert times == sorted(times, reverse=True)
 
 
 @with_triton
 @kinds()
-@pytest.mark.parametrize("row", [*CONVOLUTIONS, "recurrent"])
+@pytest.mark.parametrize(
+    "row", ["forward", "recurrent", *(pytest.param(pass_, marks=pytest.mark.full) for pass_ in ("dgrad", "wgrad"))]
+)
 def test_convolutions_and_recurrences_have_several_resident_programs(kind, row):
-    found = launches(kind, *DESIGNED)[RECURRENT if row == "recurrent" else CONVOLUTIONS[row]]["launches"]
+    found = launches_of(kind, RECURRENT if row == "recurrent" else CONVOLUTIONS[row])
     kernels = [does["kernel"] for does in found if does.get("kernel", {"name": "sum"})["name"] in OTHERS]
     assert len(kernels) == (3 if row == "recurrent" else 1)
     for kernel in kernels:
@@ -363,7 +374,7 @@ def test_layers_of_any_shape_are_predicted(kind):
 
 @with_triton
 def test_convolution_has_few_instructions_for_addresses():
-    (does,) = launches("sm90", *DESIGNED)[CONVOLUTIONS["forward"]]["launches"]
+    (does,) = launches_of("sm90", CONVOLUTIONS["forward"])
     kernel = does["kernel"]
     # Four warps multiply 64 x 32 x 16 in one instruction.
     products = does["macs"] / does["steps"] / (64 * 32 * 16) / (kernel["warps"] / 4)

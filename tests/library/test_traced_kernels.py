@@ -33,25 +33,33 @@ KERNELS = {
 }
 
 
-VARIANTS = ["conv:space", "linear:vmap"]
-VARIANTS += [f"{name}:{variant}" for name in ("linear", "conv") for variant in ("refused", "forced")]
-VARIANTS += [f"{name}:{variant}" for name in ("linear", "conv", "conv, 1x1") for variant in ("counted", "exported")]
+USUAL = [*KERNELS, "conv:space", "linear:vmap", "linear:refused", "linear:forced"]
+USUAL += ["linear:counted", "conv, 1x1:counted", "linear:exported", "conv:exported"]
+# These check the same of another op.
+REPEATED = ["conv:refused", "conv:forced", "conv:counted", "conv, 1x1:exported"]
 
 
 @cache
-def all_traced():
-    """Trace everything in one process, as importing PyTorch and Triton takes longer than a trace."""
+def all_traced(*names):
+    """Trace these in one process, as importing PyTorch and Triton takes longer than a trace."""
     script = Path(__file__).parent / "trace_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, script, *KERNELS, *VARIANTS]
+    command = [sys.executable, script, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def traced(name, variant=""):
-    found = all_traced()[f"{name}:{variant}" if variant else name]
+    name = f"{name}:{variant}" if variant else name
+    found = all_traced(*(REPEATED if name in REPEATED else USUAL))[name]
     return found["calls"], found["launches"]
+
+
+def on_ops(variant, *names):
+    """Parametrize over ops; those in REPEATED are `full`."""
+    marks = {name: pytest.mark.full if f"{name}:{variant}" in REPEATED else () for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 @lowered
@@ -83,7 +91,7 @@ def test_convolutions_of_images_of_any_size_keep_the_op():
     assert_ops(traced("conv", "space")[0], "conv")
 
 
-@pytest.mark.parametrize("name", ["linear", "conv"])
+@on_ops("refused", "linear", "conv")
 def test_a_gpu_that_the_kernels_refuse_keeps_the_op(name):
     assert_ops(traced(name, "refused")[0], name)
 
@@ -92,12 +100,12 @@ def test_a_batch_of_vmap_keeps_the_op():
     assert_ops(traced("linear", "vmap")[0], "linear")
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
+@on_ops("counted", "linear", "conv", "conv, 1x1")
 def test_a_number_of_rows_known_at_run_time_keeps_the_op(name):
     assert_ops(traced(name, "counted")[0], "conv" if "conv" in name else name)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
+@on_ops("exported", "linear", "conv", "conv, 1x1")
 def test_exported_graphs_keep_the_op_for_any_number_of_rows(name):
     calls, _ = traced(name, "exported")
     ops = [call for call in calls if "blocksparse" in call or "triton" in call]
@@ -105,7 +113,7 @@ def test_exported_graphs_keep_the_op_for_any_number_of_rows(name):
 
 
 @lowered
-@pytest.mark.parametrize("name", ["linear", "conv"])
+@on_ops("forced", "linear", "conv")
 def test_use_backend_recompiles_with_the_op(name):
     calls, _ = traced(name, "forced")
     second = len(calls) - calls[::-1].index(next(call for call in calls[::-1] if call.startswith("compiled")))
