@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from ..checked import checked_block
+from ..conversion.load import load_sparsified
+from ..conversion.sparsify import no_weights_error, survey_weights
 from ..conversion.speed import MIN_SPEEDUP, Example, Speed, checked_tokens
-from ..errors import BlockSparseError, Page, SparsityWarning, format_reasons
+from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..layout import BlockLayout
 from ..surgery.model_tools import copy_model
-from ..surgery.prunable import Prunable, Skip, prunable
+from ..surgery.prunable import Prunable, Skip, skip_by_name
 from ..surgery.replace import replace_with_sparse
+from .foreign import Checkpoint, read_foreign
 
 BLOCK_SIZES = (32, 16, 8, 4, 1)
 
@@ -30,6 +33,7 @@ def from_zeros(
     force: bool = False,
     tokens: int = 64,
     example: Example | None = None,
+    checkpoint: Checkpoint | None = None,
     inplace: bool = False,
 ) -> nn.Module:
     """Make weights that were pruned to zeros block-sparse; outputs stay equal.
@@ -45,13 +49,18 @@ def from_zeros(
         force: whether to take, without timing, the size that stores the fewest parameters, and large blocks if equal.
         tokens: rows of the inputs to time with, 64 by default.
         example: inputs of the model to time with instead, as for `sparsify`.
+        checkpoint: a state dict, a .safetensors, .pt or .bin file, or a folder of transformers, to load into the
+            model first. It may be one of another library: 2:4 and unstructured bitmasks of compressed-tensors, BSR, CSR
+            and COO tensors of PyTorch, torchao's block-sparse tensors, matrices of STK, and models of BERT from which
+            nn_pruning removed heads.
         inplace: whether to change the model itself instead of a copy.
 
     Returns:
         The model. In place this is another object only if the model itself is one layer.
 
     Raises:
-        BlockSparseError: sizes that are not positive, or a model without dense weights that can become block-sparse.
+        BlockSparseError: sizes that are not positive, a model without dense weights that can become block-sparse, or a
+            checkpoint that cannot be read or is of another model.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -65,10 +74,15 @@ def from_zeros(
     sizes = [checked_block(size) for size in (block_size if is_list else [block_size])]  # type: ignore[union-attr]
     if not sizes:
         raise BlockSparseError.expected("block_size", "a size or more", "none")
-    weights = prunable(model, 1, skip)
-    if not weights:
-        expected = "dense weights that can become block-sparse"
-        raise BlockSparseError.expected("model", expected, type(model).__name__, Page.SPARSIFY)
+    candidates = survey_weights(model, 1, skip)
+    if not candidates.weights:
+        raise no_weights_error(model, candidates)
+    if checkpoint is not None:
+        skip, model = skip_by_name(model, skip), model if inplace else copy_model(model)
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        model, inplace = load_sparsified(model, read_foreign(checkpoint, shapes)), True
+        candidates = survey_weights(model, 1, skip)
+    weights = list(candidates.weights.values())
     speed = Speed(model, tokens, example)
     if not force:
         speed.record(weight.module for weight in weights)
