@@ -260,7 +260,8 @@ def survey(
             reason = dense_inside.get(module) or reason
             tied = [other for other in owners[parameter] if other != weight.name]
             if reason is None and tied:
-                reason = f"tied to {', '.join(tied)}"
+                untied = f"model.{weight.name} = torch.nn.Parameter(model.{weight.name}.detach().clone())"
+                reason = f"tied to {', '.join(tied)}: to prune it, untie it first by {untied}"
             found.append((weight, reason))
     return _without_referenced(model, found)
 
