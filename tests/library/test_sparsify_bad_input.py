@@ -57,10 +57,10 @@ def data():
         ({"skip": [["0"]]}, r"skip: expected modules of the model, or names or patterns of .*, got \['0'\]"),
         ({"layouts": 5}, "layouts: expected BlockLayouts by name of the weight, got int"),
         ({"layouts": ["0.weight"]}, "layouts: expected BlockLayouts by name of the weight, got list"),
-        ({"data": [torch.zeros(0, 64)]}, "batches: expected a sample or more, got only empty batches"),
+        ({"data": [torch.zeros(0, 64)]}, "data: expected a sample or more, got only empty batches"),
         (
             {"data": [torch.zeros(0, 64)], "density": {"0.weight": 0.5}},
-            "batches: expected a sample or more, got only empty batches",
+            "data: expected a sample or more, got only empty batches",
         ),
         ({"block_size": (2**62, 2)}, r"block_size: expected fewer than 2\^63 elements, .* got \(4611"),
         (

@@ -187,7 +187,7 @@ METHODS = {
 @pytest.mark.parametrize(
     ("make", "batches", "message"),
     [
-        (Network, [], "batches: expected one or more, got none"),
+        (Network, [], "ARGUMENT: expected one or more batches, got none"),
         (Network, torch.zeros(3, 10), "ARGUMENT: expected an iterable of batches, such as .* got Tensor"),
         (Network, {"x": torch.zeros(3, 10)}, "ARGUMENT: expected an iterable of batches"),
         (Network, 7, "ARGUMENT: expected an iterable of batches"),

@@ -49,8 +49,10 @@ def collect_batches(batches: Batches, argument: str = "batches") -> list[Any]:
         size += byte_count(batch)
         if samples >= MAX_SAMPLES or size >= MAX_BYTES:
             break
-    if collected and not samples:
-        raise BlockSparseError.expected("batches", "a sample or more", "only empty batches")
+    if not collected:
+        raise BlockSparseError.expected(argument, "one or more batches", "none")
+    if not samples:
+        raise BlockSparseError.expected(argument, "a sample or more", "only empty batches")
     return collected
 
 
@@ -81,7 +83,7 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
         for hook in hooks:
             hook.remove()
     if empty:
-        raise BlockSparseError.expected("batches", "one or more", "none")
+        raise BlockSparseError.expected("batches", "one or more batches", "none")
 
 
 @contextmanager
