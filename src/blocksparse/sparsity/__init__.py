@@ -6,6 +6,7 @@ from ..surgery.weight_handle import remap_blocks
 from .calibration.activations import ActivationScores, activation_scores
 from .calibration.reconstruction import Reconstruction, reconstruct
 from .distillation import Distillation
+from .feature_order import permute_features
 from .nm.mask import nm_layout, nm_mask
 from .nm.permutation import nm_efficacy, nm_permutation
 from .nm.semi_structured import to_semi_structured
@@ -50,6 +51,7 @@ __all__ = [
     "nm_mask",
     "nm_permutation",
     "percentiles",
+    "permute_features",
     "prune_gated_blocks",
     "reconstruct",
     "remap_blocks",
