@@ -97,6 +97,11 @@ def hessian():
     torch.func.hessian(lambda x: model(x).square().sum())(torch.randn(64))
 
 
+def float_labels():
+    data = [(torch.randn(8, 64), torch.randn(8)) for _ in range(4)]
+    bs.compress(dense().eval(), data, 0.5, 16, steps=1)
+
+
 MISTAKES = {
     "density: expected 0, or enough": lambda: bs.nn.Linear(20, 30, density=0.25),
     "sparsify: the blocks of some": lambda: bs.sparsify(narrow(), 0.5, force=True),
@@ -107,6 +112,7 @@ MISTAKES = {
     "values: expected the device": lambda: layer()(torch.randn(4, 64, device="meta")),
     "expected a dtype and": lambda: layer().to(torch.complex64)(torch.randn(4, 64, dtype=torch.complex64)),
     "model: expected dense weights": lambda: bs.sparsify(nn.LayerNorm(4), 0.1),
+    "compress: the labels": float_labels,
     "density: expected a density": lambda: bs.sparsify(sparse(), 0.9, 16, force=True),
     "optimizer= requires": lambda: bs.sparsify(
         model := dense(), 0.5, 16, optimizer=torch.optim.SGD(model.parameters())
