@@ -33,7 +33,7 @@ def test_supported_pythons_are_the_tested_ones():
 
 
 def test_the_page_on_installing_has_the_supported_versions():
-    torches = re.findall(r"2\.\d+", re.search(r"^TORCHES = .+$", (ROOT / "noxfile.py").read_text(), re.M)[0])
+    torches = re.findall(r'^    "(2\.\d+)": \[', (ROOT / "noxfile.py").read_text(), re.M)
     assert f"torch>={torches[0]}" in PROJECT["project"]["dependencies"]
     assert torches[0] == ".".join(map(str, _requirements._MIN_TORCH))
     # Each change is tested with the one of the constraints and the newest one.
@@ -49,7 +49,7 @@ def test_the_page_on_installing_has_the_supported_versions():
     assert [row[0] for row in rows] == [f"PyTorch {torch}" for torch in torches]
     assert {(row[0], len(row)) for row in rows} == {(row[0], 1 + len(PYTHONS)) for row in rows}
     # The CI of each change runs the pinned version; the page says what ran with the others.
-    assert [row[0] for row in rows if "**tested**" in row] == [f"PyTorch {tested[0]}"]
+    assert f"PyTorch {tested[0]}" in [row[0] for row in rows if "**tested**" in row]
     said = f"Python {PYTHONS[0]} to {PYTHONS[-1]} with PyTorch {torches[0]} to {torches[-1]}"
     assert said in page
     assert said.replace(" with ", " and ") in (ROOT / "CONTRIBUTING.md").read_text()
