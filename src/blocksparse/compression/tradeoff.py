@@ -177,10 +177,15 @@ def tradeoff(
 ) -> Tradeoff:
     """Measure speed and agreement with the dense model at several densities, without training.
 
+    This takes seconds for small models and a few minutes for large ones, for which samples are left out, and layers are
+    fitted one by one. Then `sparsify` with the same data may agree better than measured here. Densities that leave a
+    weight without a block are left out.
+
     Args:
         model: a trained model; it stays as it is.
         data: two batches of its inputs or more, as for `compress`; some hundred samples.
-        example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
+        example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch, or as many of its
+            samples as run in half a second.
         densities: the densities to try, 0.5, 0.25 and 0.1 by default.
         block_size: an int or (rows, columns), 32 by default.
         skip: modules, names or shell patterns of weights that stay dense.
