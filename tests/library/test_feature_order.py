@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.compression import measures, stages
 from blocksparse.surgery.prunable import prunable
 
 
@@ -83,6 +84,34 @@ def test_skipped_weights_and_models_without_groups_stay():
     model = CASES["mlp"][0]()
     permuted = bs.sparsity.permute_features(model, x, skip=["0", "2"])
     assert torch.equal(permuted[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_compress_reorders_features_unless_it_compares_hidden_layers(hidden, monkeypatch):
+    model, x = CASES["mlp"][0]().eval(), torch.randn(256, 64)
+    with torch.no_grad():
+        scatter_blocks(model[0].weight, 16, 0.25)
+    teachers = []
+
+    def stop(teacher, student, **options):
+        teachers.append(teacher)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "Distillation", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bs.compress(model, x.split(32), 0.25, 16, steps=20, hidden=hidden)
+    assert (kept(teachers[0], 0.25, 16)[0] > 0.8) == (hidden == 0)
+    torch.testing.assert_close(teachers[0](x), model(x), atol=1e-4, rtol=1e-4)
+
+
+def test_models_that_cannot_be_reordered_stay_as_they_are(monkeypatch):
+    model, x = CASES["mlp"][0](), torch.randn(4, 64)
+
+    def refuse(*args, **kwargs):
+        raise bs.BlockSparseError("its outputs change")
+
+    monkeypatch.setattr(measures, "permute_features", refuse)
+    assert measures.reorder_features(model, x, 0.25, 16, ()) is model
 
 
 def test_bad_input():

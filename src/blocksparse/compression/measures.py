@@ -1,4 +1,4 @@
-"""Measures density and speed of a model that is partly block-sparse."""
+"""Prepares a model for compression, and measures density and speed of one that is partly block-sparse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from ..conversion.speed import Example, call_arguments, clock_of
+from ..errors import BlockSparseError
 from ..measure import alternate
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.inputs import by_called_module, products
+from ..sparsity.feature_order import permute_features
 from ..surgery.model_tools import evaluation_mode, parameter_device
-from ..surgery.prunable import Prunable
+from ..surgery.prunable import Prunable, Skip
 from .batches import BatchReader, Data
 
 # Seconds of a timing.
@@ -70,3 +72,14 @@ def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
     with evaluation_mode(sparse), evaluation_mode(dense):
         calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
         return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median
+
+
+def reorder_features(
+    model: nn.Module, example: Example, density: float, block_size: int | tuple[int, int], skip: Skip
+) -> nn.Module:
+    """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
+    args, kwargs = call_arguments(example)
+    try:
+        return permute_features(model, kwargs or args, density, block_size, skip=skip)
+    except BlockSparseError:  # its outputs would change
+        return model

@@ -26,7 +26,7 @@ from ..sparsity.distillation import Distillation
 from ..surgery.model_tools import copy_model, evaluation_mode, unwrapped_model
 from ..surgery.prunable import Skip, prunable, skip_by_name
 from .batches import BatchReader, Data, Loss
-from .measures import calls_weights, density_of, first_example, sparse_modules, speedup_of
+from .measures import calls_weights, density_of, first_example, reorder_features, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
@@ -71,7 +71,8 @@ def compress(
 
     Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
     as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
-    are not faster block-sparse on the example stay dense. An eighth of the data, at most 1,024 samples, is held out;
+    are not faster block-sparse on the example stay dense. Hidden features are reordered first, as by
+    `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
     the model that is best on it at the target density is returned. If the time allows, that is never worse than the
     model fitted at this density in one shot. A short test finds the learning rates.
 
@@ -129,6 +130,9 @@ def compress(
     read = Data.read(data)
     reader = BatchReader(model, loss)
     example = first_example(reader, read) if example is None else example
+    skip, original = skip_by_name(model, skip), model
+    if not hidden:  # the hidden layers of another teacher, or of an earlier run, may have another order
+        model = reorder_features(model, example, density, block_size, skip)
     dense_model = copy_model(model).eval()
     teacher = dense_model if teacher is None else unwrapped_model(teacher, "teacher")
     kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
@@ -141,9 +145,10 @@ def compress(
         example=example,
         evaluate=evaluate,
         folder=output_folder,
+        checksum=checkpoint.checksum_of([each for each in original.state_dict().values() if isinstance(each, Tensor)]),
     )
     run.training.check()
-    return run.run(skip_by_name(model, skip))
+    return run.run(skip)
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,7 @@ class _Run:
     example: Example
     evaluate: Evaluate | None
     folder: Path | None
+    checksum: str  # of the user's model
 
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
@@ -453,11 +459,10 @@ class _Run:
     def _settings(self) -> dict[str, Any]:
         """Settings that identify the run, with a checksum of the dense model."""
         size = self.block_size
-        tensors = [each for each in self.dense_model.state_dict().values() if isinstance(each, Tensor)]
         return {
             "density": self.target,
             "block_size": list(size) if isinstance(size, tuple | list) else size,
-            "model": checkpoint.checksum_of(tensors),
+            "model": self.checksum,
         }
 
     def _resume(self) -> bool:

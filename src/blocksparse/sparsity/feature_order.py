@@ -13,13 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..checked import number
 from ..errors import BlockSparseError
+from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, find_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from .calibration.calibrate import arguments_of, batch_error, count_positional
 
-# Rounds over all groups: the order of one group changes the blocks that others can choose.
-ROUNDS = 2
 # Steps of the search in a group. In the first ones blocks near the threshold count in part.
 SOFT_STEPS, STEPS = 8, 12
 # Random pairings of features per step; a pair exchanges its places if more is kept.
@@ -77,18 +76,25 @@ def permute_features(
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))
     before = _outputs(permuted, example, args, kwargs)
     weights = {id(weight.tensor): weight for weight in prunable(permuted, block_size, skip)}
-    groups = [group for group in find_features(permuted, *args, **kwargs) if group.size > 1]
-    for _ in range(ROUNDS):
-        for group in groups:
-            order = _best_order(group, weights, density)
-            if order is not None:
-                group.permute(order)
+    for group in _find_groups(permuted, args, kwargs):
+        order = _best_order(group, weights, density)
+        if order is not None:
+            group.permute(order)
     for old, new in zip(before, _outputs(permuted, example, args, kwargs), strict=True):
         scale = old.abs().max().clamp(min=torch.finfo(old.dtype).tiny)
         if not bool((old - new).abs().max() <= TOLERANCE.get(old.dtype, 0.05) * scale):
             expected = "a model whose features can be reordered (PyTorch's functions between its layers)"
             raise BlockSparseError.expected("model", expected, f"{type(model).__name__}, whose outputs change")
     return permuted
+
+
+def _find_groups(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[FeatureGroup]:
+    """Return the groups of features of dense layers only; values of block-sparse ones are not reordered."""
+    try:
+        groups = find_features(model, *args, **kwargs)
+    except Exception as error:  # modules may refuse to be traced
+        raise BlockSparseError.expected("model", "a model whose calls can be traced", error) from error
+    return [group for group in groups if not any(isinstance(port.module, BlockSparseModule) for port in group.ports)]
 
 
 def _outputs(model: nn.Module, example: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
