@@ -121,18 +121,14 @@ class Op:
 
     def __init__(self, name: str, *backends: ModuleType, fallback: ModuleType | None = None) -> None:
         self.name = name
-        self.backends = {module.__name__.rpartition(".")[2]: module for module in backends}
+        self.backends: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in backends}
         self._fallback = fallback
-
-    def backend_of(self, tensor: Tensor) -> Any:
-        """Return the backend of the tensor's device, in a microsecond's fraction; it may refuse to serve a call."""
-        return self.backends["cpu" if tensor.is_cpu else "triton"]
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the backend for tensors of this device and dtype."""
         forced = [*_forced.values()] if _forced else None  # a copy, because other threads change the dict
         name = forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)
-        backend: Any = self.backends.get(name or "")
+        backend = self.backends.get(name or "")
         reason = f"there is no {name or device.type} backend of it yet"
         if backend is not None:
             reason = backend.unsupported_reason(device, dtype)
