@@ -17,6 +17,7 @@ from ..layout import BlockLayout
 from ..ops.graph_layout import is_exporting
 from .module import Weight
 from .multi_weight import MultiWeightModule, Size
+from .padding import pad
 
 WEIGHTS = "gate_up_proj", "down_proj"
 
@@ -161,7 +162,7 @@ class Experts(MultiWeightModule):
 
     @staticmethod
     def _product(weight: Tensor, layout: BlockLayout, starts: Tensor, x: Tensor) -> Tensor:
-        return ops.expert_linear(_padded(x, layout), weight, layout, starts)
+        return ops.expert_linear(pad(x, layout), weight, layout, starts)
 
     def _compute_all_tokens(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute all tokens in every expert, which needs no number of tokens per expert on the host."""
@@ -187,11 +188,7 @@ class Experts(MultiWeightModule):
 
 
 def _linear(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
-    return ops.linear(_padded(x, layout), values, layout)
-
-
-def _padded(x: Tensor, layout: BlockLayout) -> Tensor:
-    return x if layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
+    return ops.linear(pad(x, layout), values, layout)
 
 
 def _is_captured(x: Tensor) -> bool:

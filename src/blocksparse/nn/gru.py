@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
 from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
-from .recurrent import Recurrent, SparseOptions, cast, pad
+from .padding import pad
+from .recurrent import Recurrent, SparseOptions, cast
 
 
 class HiddenOnly(Recurrent):

@@ -13,7 +13,8 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, cpu, scan
 from ..ops.registry import can_bypass_dispatcher, needs_grad
 from .module import Weight
-from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, pad, to_dtype
+from .padding import pad
+from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, to_dtype
 
 
 class LSTM(Recurrent):

@@ -21,6 +21,7 @@ from ..state_indices import layout_from_state
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_REQUIRED, LayoutModule, name_of_changed_buffer, was_compiled
 from .optimizer_watch import mark_resized, mark_state_stale
+from .padding import padded_shape
 from .tensor_parallel_part import TensorParallelPart
 
 
@@ -336,7 +337,7 @@ def layout_for(
         check_shape(layout, shape, f" {what}")
         return layout
     probe = BlockLayout([[True]], block_size)  # checks the block size
-    padded = _padded(shape, probe.block_shape)
+    padded = padded_shape(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
     return random_layout(padded, probe.block_shape, density, _marks_of_used(padded, shape))
@@ -389,7 +390,7 @@ def _smaller_block(shape: tuple[int, int], below: int, density: float) -> int | 
 
 def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> None:
     """Raise a BlockSparseError unless the layout has `shape` (out, in) padded to whole blocks."""
-    padded = _padded(shape, layout.block_shape)
+    padded = padded_shape(shape, layout.block_shape)
     if layout.shape != padded:
         raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout), Page.LAYOUTS)
 
@@ -400,8 +401,3 @@ def _marks_of_used(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Ten
         return None
     out, in_ = (torch.arange(more, device="cpu") < size for more, size in zip(padded, shape, strict=True))
     return out, in_
-
-
-def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return a shape with both sizes rounded up to multiples of the block."""
-    return math.ceil(shape[0] / block[0]) * block[0], math.ceil(shape[1] / block[1]) * block[1]

@@ -18,6 +18,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from .dense_weight import refuse_weight
 from .module import Weight, random_layout
+from .padding import padded_shape
 
 
 class Size(NamedTuple):
@@ -77,7 +78,7 @@ class MultiWeightModule(nn.Module):
         """
         layout = self._layouts.pop(name, layout)
         if layout is not None:
-            padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
+            padded = padded_shape((out.padded, in_.padded), layout.block_shape)
             shapes = padded, (parts * padded[0], padded[1])
             if layout.shape not in shapes:
                 either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -85,8 +86,9 @@ class MultiWeightModule(nn.Module):
             layout = layout if layout.shape == shapes[1] else _stack(layout, parts)
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
-            shape = (parts * padded_to(out.padded, block[0]), padded_to(in_.padded, block[1]))
-            real = Size(out.real, shape[0] // parts).used(shape[0]), in_.used(shape[1], parts=False)
+            rows, columns = padded_shape((out.padded, in_.padded), block)
+            shape = parts * rows, columns
+            real = Size(out.real, rows).used(shape[0]), in_.used(shape[1], parts=False)
             layout = random_layout(shape, block, self._density, None if all(map(torch.all, real)) else real)
         if layout is None:
             self.sizes[name] = (out, in_)
@@ -198,8 +200,3 @@ def _stack(layout: BlockLayout, times: int) -> BlockLayout:
     all_rows = (np.arange(times)[:, None] * layout.grid[0] + rows).ravel()
     grid = (times * layout.grid[0], layout.grid[1])
     return BlockLayout.from_indices(all_rows, np.tile(cols, times), grid, layout.block_shape)
-
-
-def padded_to(size: int, block: int | None) -> int:
-    """Round a size up to a multiple of the block; without a block, return it."""
-    return size if block is None else -(-size // block) * block

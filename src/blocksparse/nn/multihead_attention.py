@@ -14,7 +14,8 @@ from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .linear import Linear
-from .multi_weight import MultiWeightModule, Size, padded_to
+from .multi_weight import MultiWeightModule, Size
+from .padding import padded_to
 
 
 class MultiheadAttention(MultiWeightModule):

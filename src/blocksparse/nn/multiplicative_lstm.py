@@ -11,7 +11,8 @@ from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from .multi_weight import Size
-from .recurrent import Recurrent, SparseOptions, cast, pad
+from .padding import pad
+from .recurrent import Recurrent, SparseOptions, cast
 from .weight_norm import Normed, l2_normalize, l2_normalize_dense, norms
 
 

@@ -14,8 +14,9 @@ from ..ops.int8_linear import DTYPES, check_inference
 from ..ops.recurrent import Steps, scan
 from .lstm import LSTM
 from .module import Weight
+from .padding import pad
 from .quantized import QuantizedModule, copy_settings, quantized_values
-from .recurrent import Recurrent, cast, pad, to_dtype
+from .recurrent import Recurrent, cast, to_dtype
 
 
 class QuantizedWeight(QuantizedModule):

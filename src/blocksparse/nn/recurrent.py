@@ -19,7 +19,8 @@ from ..ops.checks import autocast, check_rows_of_table
 from ..ops.recurrent import Steps, Times
 from ..ops.registry import can_bypass_dispatcher
 from .layout_module import LayoutModule
-from .multi_weight import MultiWeightModule, Size, padded_to
+from .multi_weight import MultiWeightModule, Size
+from .padding import padded_shape, padded_to
 
 State = tuple[Tensor, Tensor]
 Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
@@ -293,7 +294,7 @@ def layout_if_fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: i
     """Return the layout if it has the shape `[out, in_]`, or that of `parts` such weights stacked; else None."""
     if layout is None:
         return None
-    padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
+    padded = padded_shape((out.padded, in_.padded), layout.block_shape)
     return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], parts * padded[0]) else None
 
 
@@ -324,11 +325,6 @@ def _unpadded(rows: Tensor, features: int) -> Tensor:
 def _dtype_of_products(x: Tensor) -> torch.dtype:
     """Return the dtype of products with x: autocast's, or x's own."""
     return autocast(x, x, None)[0].dtype if torch._C._is_any_autocast_enabled() else x.dtype
-
-
-def pad(x: Tensor, layout: BlockLayout | None) -> Tensor:
-    """Return x padded with zeros to the number of inputs in the layout of its weight."""
-    return x if layout is None or layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
 
 
 def _packed(input: PackedSequence, y: Tensor, h: Tensor, c: Tensor) -> tuple[PackedSequence, State]:

@@ -13,7 +13,8 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
 from .multi_weight import Size
-from .recurrent import Recurrent, SparseOptions, cast, check_dtypes, pad
+from .padding import pad
+from .recurrent import Recurrent, SparseOptions, cast, check_dtypes
 
 _INPUTS = "input1", "input2"
 

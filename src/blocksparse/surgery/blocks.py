@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..convert import from_dense
 from ..layout import BlockLayout
+from ..nn.padding import padded_to
 from .sharding import is_dtensor, sharding
 
 Pair = tuple[int, int]
@@ -45,7 +46,7 @@ class Blocks:
         self._axes, self.transposed = len(shape) - 2, transposed
         self.block_shape, self.parts = block_shape, parts
         rows, columns = multiple or block_shape
-        self.shape = _round_up(out // parts, rows) * parts, _round_up(in_, columns)
+        self.shape = padded_to(out // parts, rows) * parts, padded_to(in_, columns)
         """(out, in) of the layouts, padded to whole blocks."""
         self.grid = self.shape[0] // block_shape[0], self.shape[1] // block_shape[1]
         self.taps = prod(shape[2:])
@@ -127,7 +128,3 @@ def values_of(blocks: Blocks, layout: BlockLayout, dense: Tensor) -> Tensor:
     if is_dtensor(dense):
         return sharding().values_of(blocks, layout, dense)
     return from_dense(blocks.padded(dense), layout)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import BlockSparseError
-from ...nn.recurrent import State, cast, pad
+from ...nn.padding import pad
+from ...nn.recurrent import State, cast
 from ...ops.activations import ACTIVATIONS
 from ...ops.recurrent import Steps, linear_of
 from ...ops.recurrent.lstm import gates, unrolled
