@@ -29,22 +29,6 @@ def record_reason(module: nn.Module, parameter: str, reason: str) -> None:
     vars(module).setdefault(REASONS, {})[parameter] = reason
 
 
-def own_forward(module: nn.Module) -> str | None:
-    """Return why a module computes something else than its class, so that it cannot be replaced; or None."""
-    mine = vars(module)
-    if isinstance(module, torch.jit.ScriptModule):  # all of its methods are its own
-        return None
-    if "_hf_hook" in mine and "forward" in mine:
-        return (
-            "accelerate has hooked it: accelerate.hooks.remove_hook_from_module before, add_hook_to_module afterwards"
-        )
-    if "forward" in mine:
-        return "its forward was set on the instance: call `del module.forward` first, or use a forward hook"
-    if mine.get("_compiled_call_impl") is not None:
-        return "its own compile() was called: compile it afterwards"
-    return None
-
-
 def users_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that neither torch.nn.Module nor the module's class has set."""
     own = OF_MODULE | own_names(type(module)) | {REASONS}
@@ -72,10 +56,12 @@ def carry_over(old: nn.Module, new: Any, name: str = "") -> Any:
             _check_name_is_free(old, new, key, name)
             vars(new)[key] = value
     own = own_names(type(old))
+    # These classes name parameters by themselves, so that the replacement has entries of the same names.
+    names_parameters = isinstance(old, nn.RNNBase | MultiWeightModule)
     for tree in TREES:
         for key, value in vars(old)[tree].items():
             its = vars(new)[tree]
-            if key in own or its.get(key) is value or (_may_rename_parameters(old) and _is_taken(new, key)):
+            if key in own or its.get(key) is value or (names_parameters and _is_taken(new, key)):
                 continue
             _check_name_is_free(old, new, key, name)
             its[key] = value
@@ -96,11 +82,6 @@ def _check_name_is_free(old: nn.Module, new: nn.Module, key: str, name: str) -> 
 def _is_taken(module: nn.Module, key: str) -> bool:
     """Return whether a module has an attribute, parameter, buffer or submodule of this name."""
     return key in vars(module) or any(key in vars(module)[tree] for tree in TREES)
-
-
-def _may_rename_parameters(module: nn.Module) -> bool:
-    """Return whether the class names parameters by itself, so that its replacement has entries of the same names."""
-    return isinstance(module, nn.RNNBase | MultiWeightModule)
 
 
 def _own_names(kind: Any) -> frozenset[str]:

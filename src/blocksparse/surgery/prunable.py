@@ -26,7 +26,6 @@ from ..nn.multi_weight import MultiWeightModule
 from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
-from .carry import own_forward
 from .mixtures import is_experts
 from .references import find_references
 from .sharding import unwrapped_class
@@ -386,6 +385,22 @@ def is_dense_recurrent(module: nn.Module) -> bool:
     """Return whether a module is a recurrent layer or cell, PyTorch's or ours, with dense weights only."""
     kind = type(module)
     return kind in RECURRENT or (kind in RECURRENT.values() and not any(True for _ in module.children()))
+
+
+def own_forward(module: nn.Module) -> str | None:
+    """Return why a module computes something else than its class, so that it cannot be replaced; or None."""
+    mine = vars(module)
+    if isinstance(module, torch.jit.ScriptModule):  # all of its methods are its own
+        return None
+    if "_hf_hook" in mine and "forward" in mine:
+        return (
+            "accelerate has hooked it: accelerate.hooks.remove_hook_from_module before, add_hook_to_module afterwards"
+        )
+    if "forward" in mine:
+        return "its forward was set on the instance: call `del module.forward` first, or use a forward hook"
+    if mine.get("_compiled_call_impl") is not None:
+        return "its own compile() was called: compile it afterwards"
+    return None
 
 
 def has_several_weights(module: nn.Module) -> bool:

@@ -16,9 +16,10 @@ from ..layout import BlockLayout
 from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
+from ..nn.multi_weight import MultiWeightModule
 from ..nn.multihead_attention import MultiheadAttention
 from .blocks import pad, values_of
-from .carry import carry_over, carry_parameter, hand_over_hooks, own_forward
+from .carry import carry_over, carry_parameter, hand_over_hooks
 from .mixtures import is_experts
 from .optimizer import check_optimizer, replace_parameter, trained_names, trainers_of
 from .prunable import (
@@ -29,8 +30,8 @@ from .prunable import (
     Prunable,
     Skip,
     find_weights,
-    has_several_weights,
     is_dense_recurrent,
+    own_forward,
     prunable,
     qualified,
     reason_of_reference,
@@ -186,7 +187,7 @@ def _build_sparse_module(module: Any, chosen: Chosen, changes: list[ParameterCha
         count, hidden, intermediate = module.down_proj.shape
         experts = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
         return _fill_weights(module, experts, chosen, changes)
-    if has_several_weights(module):  # ours: a copy in which these weights are block-sparse
+    if isinstance(module, MultiWeightModule):  # a copy in which these weights are block-sparse
         new = {w.parameter: _fill_weight(Weight(layout, "meta"), w, layout, changes) for w, layout in chosen}
         return module.with_weights(new)
     ((weight, layout),) = chosen
