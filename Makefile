@@ -36,8 +36,9 @@ setup: .venv/installed
 demo: $(if $(wildcard .venv/installed),.venv/installed,.venv/demo)
 	$(BIN)/blocksparse demo
 
+# Each of the two processes has one thread: with more, they would wait for each other. `make test-all` has all threads.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not full"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not full"
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
