@@ -66,6 +66,12 @@ CASES = {
         (2, 5, 32),
         ["32: self_attn > ", "32: self_attn > self_attn.out_proj", "64: linear1 > linear2"],
     ),
+    "padded": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConstantPad2d(1, 0.5), nn.Conv2d(8, 4, 3)),
+        (2, 3, 8, 8),
+        ["8: 0 > 2"],
+    ),
+    "padded channels": (lambda: Functional(lambda x: F.pad(x, (1, 1))[:, :6]), (4, 8), []),
     "softmax": (lambda: Functional(nn.Softmax(-1)), (4, 8), []),
     "unequal": (lambda: Functional(lambda x: x * torch.arange(6.0)), (4, 8), []),
     "cumulative": (lambda: Functional(lambda x: x.cumsum(-1)), (4, 8), []),

@@ -52,7 +52,7 @@ SHAPING = frozenset(
 CHANNELWISE = frozenset(
     """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    interpolate
+    interpolate pad
     """.split()  # noqa: SIM905
 )
 CONVOLUTIONS = {F.conv1d: nn.Conv1d, F.conv2d: nn.Conv2d, F.conv3d: nn.Conv3d}
@@ -286,7 +286,7 @@ class _Trace(TorchFunctionMode):
         """Return the ids of a function of channels, or None if they depend on another axis."""
         ids = self.ids[id(tensor)]
         is_known = ids.ndim > 1 and ids.size == ids.shape[1] and len(results) == 1 and results[0].dim() == ids.ndim
-        return ids if is_known else None
+        return ids if is_known and results[0].shape[1] == tensor.shape[1] else None
 
     def _move(self, function: Callable[..., Any], args: Any, kwargs: Any, results: list[Tensor]) -> bool:
         """Call a function on the ids instead of the tensors, and give its results their ids; False if it cannot."""
