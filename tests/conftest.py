@@ -12,12 +12,15 @@ import os
 import random
 import secrets
 import signal
+import sys
 import zlib
 from contextlib import nullcontext
 
 import hypothesis
 import pytest
 import torch
+
+from interpreter import patch_language_once
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
@@ -107,6 +110,8 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    if "triton.runtime.interpreter" in sys.modules:
+        patch_language_once()
     seed(item.nodeid)
 
 

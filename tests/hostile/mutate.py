@@ -33,7 +33,7 @@ MAX_SECONDS = 60
 MAX_MEMORY = 400 * MIB
 # Bounds that are lowered here, so that they are reached quickly.
 MAX_UNPACKED = str(1 / 1024)
-LOWER = ((files, "MAX_IN_A_LINE", MIB), (files, "MAX_EMPTY", 10_000), (pickles, "MAX_STEPS", 1 << 17))
+LOWER = ((files, "MAX_IN_A_LINE", MIB), (files, "MAX_EMPTY", 10_000), (pickles, "MAX_STEPS", 1 << 15))
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:

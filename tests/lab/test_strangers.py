@@ -167,20 +167,26 @@ def test_files_that_are_not_json(text, tmp_path):
     assert "result.json: expected" in error("compare", compared(tmp_path / "run", result=text))
 
 
-@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:8])
-def test_unknown_facts_and_log_lines(value, tmp_path):
+def odd_run(folder, value):
+    """Write a run whose facts, log lines and result have this value."""
     model = {"method": value, "sizes": value, "cell": value, "pattern": value, "width": value}
     facts = {"parameters": value, "multiply_adds_per_byte": value, "epochs": value}
     config = RUN | {"task": {"model": model}, "facts": facts, "unit": "[/bold] nats"}
     lines = [value, {"step": value}, {"step": 4, "seconds": value, "held_out": value, "loss": value}, {"seconds": 1}]
     log = "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 5, "sec'
+    return compared(folder, config, log, json.dumps({"machine": value}))
+
+
+def test_unknown_facts_and_log_lines(tmp_path):
     good = compared(tmp_path / "[good]", RUN | {"unit": "[/bold] nats"})
-    odd = compared(tmp_path / "run", config, log, json.dumps({"machine": value}))
-    arguments = ["compare", odd, good, "--json", tmp_path / "c.json", "--out", tmp_path / "c.png"]
+    odd = [odd_run(tmp_path / f"run {nth}", value) for nth, value in enumerate(ODD)]
+    for each in odd:
+        said = run("compare", each, good, "--json", tmp_path / "c.json", columns=160).stdout
+        assert "2.5000" in said
+        assert "[good]" in said
     pytest.importorskip("matplotlib")
-    result = run(*arguments, columns=160)
-    assert "2.5000" in result.stdout
-    assert "[good]" in result.stdout
+    run("compare", *odd, good, "--out", tmp_path / "c.png")
+    assert (tmp_path / "c.png").exists()
 
 
 # -- training ------------------------------------------------------------------------------------------------------

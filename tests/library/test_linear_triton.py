@@ -119,11 +119,10 @@ def test_any_alignment_of_the_same_shapes():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_call_like_one_before_it_takes_the_short_way(split):
-    # Rows of one block, or a hub that is cut in parts and summed up.
-    mask = torch.eye(6).bool()
-    mask[0] = split
-    mask[0, 0] = True
-    layout = bs.BlockLayout(mask.repeat_interleave(20, 1) if split else mask, block_size=16)
+    # Rows of one block; with `split`, also a hub that is cut in parts and summed up.
+    mask = torch.eye(6, 120 if split else 6).bool()
+    mask[0] |= split
+    layout = bs.BlockLayout(mask, block_size=16)
     with running("triton-tuned"), torch.no_grad():
         values, bias = torch.randn(layout.values_shape), torch.randn(layout.shape[0])
         x = torch.randn(2, 10, layout.shape[1])
