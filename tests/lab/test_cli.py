@@ -21,6 +21,13 @@ def test_help_lists_the_commands():
     assert {"info", "bench", "layout"} <= set(re.findall(r"\w+", run("--help").stdout))
 
 
+def test_help_wraps_paragraphs_at_the_width_of_the_terminal():
+    (paragraph,) = re.findall(
+        r"^ Layers .*?^ *$", run("compress", "--help", columns=80).stdout, re.DOTALL | re.MULTILINE
+    )
+    assert [len(line.strip()) > 65 for line in paragraph.strip().splitlines()] == [True, True, True, False]
+
+
 def test_version():
     assert run("--version").stdout == f"blocksparse {bs.__version__}\n"
 

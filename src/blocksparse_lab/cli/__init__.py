@@ -5,6 +5,8 @@ A command's module imports what is heavy (models, matplotlib) inside its functio
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +34,10 @@ from .tune import tune
 class _Group(TyperGroup):
     """Print a user's mistake as one red line instead of a traceback, and end quietly on Ctrl-C."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _join_help_lines(self)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -43,6 +49,13 @@ class _Group(TyperGroup):
         except KeyboardInterrupt:
             Console(stderr=True).print("interrupted")
             raise typer.Exit(130) from None
+
+
+def _join_help_lines(command: Any) -> None:
+    """Make each paragraph of a command's help one line, as typer keeps the line breaks of all but the first."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or ""))
+    for each in getattr(command, "commands", {}).values():
+        _join_help_lines(each)
 
 
 app = typer.Typer(
