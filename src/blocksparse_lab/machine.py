@@ -67,6 +67,7 @@ def gpu() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
+    """Return a package's installed version; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -110,6 +111,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def _output(*command: str) -> str | None:
+    """Return what a command prints; None if it fails or takes 20 seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):

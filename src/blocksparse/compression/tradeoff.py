@@ -359,6 +359,7 @@ class _Agreement:
         self.targets = [self._targets(reader, batch) for batch in batches]
 
     def _targets(self, reader: BatchReader, batch: Any) -> Targets:
+        """Run the dense model on a batch and return its outputs, which must be finite."""
         args, kwargs = reader.arguments(batch)
         try:
             targets = self.distillation.run_teacher(*args, **kwargs)

@@ -285,7 +285,10 @@ class Training:
         return best if losses[best] < before else RATES[0]
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
-        # Frozen parameters are among them, because an optimizer has to have all weights that lose blocks.
+        """Return AdamW, without weight decay, for the student's parameters.
+
+        Frozen ones are included, because pruning looks up the optimizer state of every weight that loses blocks.
+        """
         trained = [parameter for parameter in self.student.parameters() if parameter.is_floating_point()]
         # In float16 the usual 1e-8 would be 0.
         eps = max([1e-8, *(torch.finfo(each.dtype).tiny for each in trained)])

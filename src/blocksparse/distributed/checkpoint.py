@@ -234,7 +234,7 @@ class _Loading:
     def _read(self) -> None:
         """Read the layouts, then all tensors and the optimizer's state at once."""
         self.about = self._json("/about") if "/about" in self.sizes else {}
-        local = {name: self._layout(name, module) for name, module in self.state.layers.items()}
+        local = {name: self._read_layout(name, module) for name, module in self.state.layers.items()}
         rows = {f"{name}.values".removeprefix("."): places for name, (_, places) in local.items()}
         rows |= {name: sharding.local_indices for name, sharding in self.state.shardings.items()}
         for name, tensor in self.state.tensors.items():
@@ -260,8 +260,12 @@ class _Loading:
             raise self._error(f"the tensors of this model, {name} with them", "none of that name")
         return self.sizes[name]
 
-    def _layout(self, name: str, module: BlockSparseModule) -> tuple[BlockLayout, np.ndarray]:
-        """Return a layer's new layout, and the places of its blocks in the checkpoint, int64 `[nnz]`."""
+    def _read_layout(self, name: str, module: BlockSparseModule) -> tuple[BlockLayout, np.ndarray]:
+        """Read a layer's layout, check that the layer can take it, and store it in `self.layouts`.
+
+        Return the layout of the part of the weight that this process has, and for each of its blocks the row of the
+        checkpoint's values, int64 `[nnz]`.
+        """
         grid, block, label = _grid(module), module.layout.block_shape, name or "the layer"
         if f"{name}/grid" in self.sizes:
             stored = self.stored.read_tensor(f"{self.prefix}{name}/grid").tolist()
@@ -314,7 +318,10 @@ class _Loading:
         return sharded_like(tensor, local, len(rows)) if isinstance(tensor, DTensor) else local
 
     def _read_optimizer_state(self, name: str, parameter: nn.Parameter, rows: np.ndarray | None) -> None:
-        """Read the group of a parameter, and request its state; `rows` are the places of its local rows, if sharded."""
+        """Read a parameter's group, and request its state.
+
+        `rows` are the stored rows that this process needs; None for all.
+        """
         if f"{name}/group" not in self.sizes:
             raise self._error(f"the optimizer's state of {name}", "none: save it with optimizer=...")
         entry = self._json(f"{name}/group")

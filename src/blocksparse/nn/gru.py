@@ -42,6 +42,7 @@ class HiddenOnly(Recurrent):
         return unrolled(steps, step, (of_inputs,), h, c)
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        """Return the next state from h and the products of input and state with the weights, gates side by side."""
         """Return the next h from the products with the input and with h, which include their biases."""
         raise NotImplementedError
 
@@ -78,6 +79,7 @@ class GRU(HiddenOnly):
     gates = 3
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        """Return the next state from h and the products of input and state with the weights, gates side by side."""
         (r, z, n), (hr, hz, hn) = of_input.chunk(3, 1), of_state.chunk(3, 1)
         r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
         n = torch.tanh(n + r * hn)
@@ -126,4 +128,5 @@ class RNN(HiddenOnly):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        """Return the next state from h and the products of input and state with the weights, gates side by side."""
         return (torch.tanh if self.nonlinearity == "tanh" else torch.relu)(of_input + of_state)

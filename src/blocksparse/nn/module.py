@@ -89,6 +89,7 @@ class BlockSparseModule(LayoutModule):
 
     @property
     def _dense_shape(self) -> tuple[int, int]:
+        """The features (out, in) without padding."""
         return self.weight_shape
 
     def dense_of(self, values: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class BlockSparseModule(LayoutModule):
         if was_compiled(self):
             self._make_layout_dynamic(layout)
         if layout.grid != self._layout.grid:
-            self._used_rows_and_columns = _marks_of_used(layout.shape, self.weight_shape)
+            self._used_rows_and_columns = _masks_without_padding(layout.shape, self.weight_shape)
         self._layout = layout
         self.reset_layout_buffers()
 
@@ -160,7 +161,7 @@ class BlockSparseModule(LayoutModule):
 
         fan_in counts the stored inputs, times the taps of a convolution's kernel.
         """
-        bound = self.draw_values(_marks_of_used(self._layout.shape, self.weight_shape))
+        bound = self.draw_values(_masks_without_padding(self._layout.shape, self.weight_shape))
         if bias is not None and not bias.is_meta:
             with torch.no_grad():
                 bias.uniform_(-1, 1).mul_(bound[: len(bias)])
@@ -269,6 +270,7 @@ class Weight(BlockSparseModule):
 
     @property
     def _dense_shape(self) -> tuple[int, int]:
+        """The features (out, in) without padding."""
         if self._used_rows_and_columns is None:
             return self._layout.shape
         out, in_ = self._used_rows_and_columns
@@ -340,7 +342,7 @@ def layout_for(
     padded = padded_shape(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
-    return random_layout(padded, probe.block_shape, density, _marks_of_used(padded, shape))
+    return random_layout(padded, probe.block_shape, density, _masks_without_padding(padded, shape))
 
 
 def random_layout(
@@ -395,8 +397,8 @@ def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> 
         raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout), Page.LAYOUTS)
 
 
-def _marks_of_used(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """Return a mask of the outputs and inputs of `padded` that are within `shape`: bool on the CPU; None if all are."""
+def _masks_without_padding(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Return which rows and columns of a padded weight are real: bool on the CPU, or None if nothing is padded."""
     if padded == shape:
         return None
     out, in_ = (torch.arange(more, device="cpu") < size for more, size in zip(padded, shape, strict=True))

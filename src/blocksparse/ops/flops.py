@@ -58,6 +58,7 @@ def conv_wgrad(
 
 
 def _register(counter: ModuleType) -> None:
+    """Register the formulas of the library's ops with torch.utils.flop_counter."""
     for formula in (linear, linear_wgrad, expert_linear, expert_linear_wgrad, conv, conv_wgrad):
         target = getattr(torch.ops.blocksparse, formula.__name__)
         if target not in counter.flop_registry:

@@ -258,6 +258,7 @@ class Bench:
         self.rounds, self.budget, self.seed, self.tuning = rounds, budget, seed, tuning
 
     def _check_peers(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Check that the kind has these peers, and return them once each."""
         for name in names:
             if name not in self.kind.peers:
                 raise BlockSparseError.expected("against", f"some of {', '.join(self.kind.peers)}", repr(name))

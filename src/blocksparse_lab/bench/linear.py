@@ -125,6 +125,7 @@ class LinearCase(Case):
         return self._our_call(copy) if name == OURS else self._peer_call(name, copy)
 
     def _our_call(self, copy: int) -> Call:
+        """Return a call of the spec's pass with this library, on one copy of the values."""
         x, grad, values, layout = self.x, self.grad, self.copy_of_values(copy), self.layout
         indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":

@@ -56,6 +56,7 @@ def info() -> None:
 
 
 def _table(*columns: str) -> Table:
+    """Build an empty table without lines; the first column does not wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for nth, column in enumerate(columns):
         table.add_column(column, no_wrap=nth == 0, min_width=15 if nth == 0 else None, overflow="fold")

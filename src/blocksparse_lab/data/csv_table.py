@@ -156,6 +156,7 @@ def _plain(label: str) -> str:
 
 
 def _is_number(text: str, most: float | None = None) -> bool:
+    """Return whether a cell is a number, of magnitude `most` at most if given."""
     try:
         value = number(text)
     except ValueError:

@@ -90,6 +90,7 @@ def load(name: str, data_dir: str | Path | None = None, progress: download.Progr
 
 
 def _fashion_mnist_folder(data_dir: str | Path | None, progress: download.Progress | None) -> Path:
+    """Return the folder of Fashion-MNIST's files; without `data_dir`, download what is missing."""
     if data_dir is None:
         for file, known_hash in FASHION_MNIST_HASHES.items():
             path = download.fetch(FASHION_MNIST_URL + file, known_hash, f"fashion_mnist/{file}", progress)

@@ -49,6 +49,7 @@ class Table:
                 raise BlockSparseError.expected(name, "finite numbers", "infinite ones or NaN")
 
     def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The features and labels of the training, test and, if there is one, validation set."""
         parts = {"train": (self.train, self.train_labels), "test": (self.test, self.test_labels)}
         if self.validation is not None and self.validation_labels is not None:
             parts["validation"] = (self.validation, self.validation_labels)

@@ -304,8 +304,8 @@ def _methods(
     )
 
 
-def _rates(data: str, label: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
-    """Tune learning rates of the sparse net and of dense nets with as many weights, and strengths of L1.
+def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
+    """Build the experiment that tunes learning rates and strengths of L1, for SET and dense nets of equal size.
 
     New weights start at 0 or at random; dense nets train with and without dropout.
     """
@@ -418,8 +418,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "cifar10", "CIFAR-10", 80, _SPLIT, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),
     "words-imdb": _texts("imdb"),
-    "rates-fashion_mnist": _rates("fashion_mnist", "Fashion-MNIST", 100),
-    "rates-madelon": _rates("madelon", "Madelon", 500, seeds=3),
-    "rates-higgs": _rates("higgs", "Higgs", 150, seeds=3),
-    "rates-cifar10": _rates("cifar10", "CIFAR-10", 80),
+    "rates-fashion_mnist": _tuning_experiment("fashion_mnist", "Fashion-MNIST", 100),
+    "rates-madelon": _tuning_experiment("madelon", "Madelon", 500, seeds=3),
+    "rates-higgs": _tuning_experiment("higgs", "Higgs", 150, seeds=3),
+    "rates-cifar10": _tuning_experiment("cifar10", "CIFAR-10", 80),
 }

@@ -129,7 +129,7 @@ class LanguageExperiment(CorpusExperiment):
                 probes[name] = result.as_dict() | {"limit": limit}
                 checkpoint.write_text(run / PROBES, json.dumps(probes, indent=1) + "\n")
 
-    def is_probed(self, run: Path) -> bool:
+    def is_probe_columns(self, run: Path) -> bool:
         probed = read_results(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
         return probed and all(read_results(run, name) for name in (STREAMS, FORGETTING))
 
@@ -176,7 +176,7 @@ class LanguageExperiment(CorpusExperiment):
             *(
                 column
                 for data, limit in self.reviews.items()
-                for column in _probed(data, limit, next(iter(self.contenders)))
+                for column in _probe_columns(data, limit, next(iter(self.contenders)))
             ),
             Column(
                 f"fraction of cells that still differ by half, {AFTER} bytes after two texts became equal",
@@ -190,11 +190,17 @@ class LanguageExperiment(CorpusExperiment):
 
 def _probes(data: str) -> dict[str, tuple[str, bool]]:
     """Return the probes on labelled texts by name: their state, and whether it is standardised."""
-    return {data: ("cell", False)} | {_named(data, of): (of, True) for of in OTHER_STATES}
+    return {data: ("cell", False)} | {_probe_name(data, of): (of, True) for of in OTHER_STATES}
 
 
-def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
-    """Yield the columns of a probe, compared with the first contender."""
+def _probe_columns(data: str, limit: int | None, first: str) -> Iterator[Column]:
+    """Yield the result columns about a linear probe that classifies texts by a language model's states.
+
+    Args:
+        data: the labelled texts.
+        limit: how many of the texts the probe trains on; None for all.
+        first: the contender that the others are compared with.
+    """
     some = "" if limit is None else f" on {limit:,} texts"
     wrong = f"error of the probe{some}"
     columns = [
@@ -204,8 +210,8 @@ def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
     ]
     for of, what in OTHER_STATES.items():
         title = f"{data}, {wrong}, {what}, standardized"
-        columns.append((title, _named(data, of), "test error", None))
-        columns.append((f"{title}, against {first}", _named(data, of), "test error", first))
+        columns.append((title, _probe_name(data, of), "test error", None))
+        columns.append((f"{title}, against {first}", _probe_name(data, of), "test error", first))
     for title, name, key, against in columns:
 
         def of_probe(run: Run, _: Any, name: str = name, key: str = key) -> float | None:
@@ -221,7 +227,7 @@ def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
     yield Column(f"{data}, error of words alone (TF-IDF)", of_words)
 
 
-def _named(data: str, of: str) -> str:
+def _probe_name(data: str, of: str) -> str:
     return f"{data}, {of}, standardized"
 
 

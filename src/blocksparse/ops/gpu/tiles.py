@@ -172,9 +172,9 @@ def rule(work: Work, gpu: Gpu) -> Tile:
     block_n = min(max(height, 16), 128)
     exact = work.dtype == torch.float32 and not work.tf32
     if work.dtype == torch.float64 or (exact and gpu.kind.startswith("gfx")):
-        tile = _rule_of_multiply_adds(work, min(block_n, 64))
+        tile = _tile_of_multiply_adds(work, min(block_n, 64))
     elif exact:
-        tile = _rule_of_three_products(work, block_n)
+        tile = _tile_of_three_tf32_products(work, block_n)
     elif work.pass_ == "wgrad":
         block_m = min(work.tokens, 32 if work.tf32 else 64)
         tile = Tile(block_m, block_n, block_k=128, warps=8 if block_n > 64 else 4, stages=4)
@@ -208,7 +208,7 @@ _WGRAD = {
 }
 
 
-def _rule_of_multiply_adds(work: Work, block_n: int) -> Tile:
+def _tile_of_multiply_adds(work: Work, block_n: int) -> Tile:
     """Return the tile of a product by plain multiply-adds or in float64."""
     # Plain multiply-adds, or products of 16 x 8 in float64: sums and operands share the registers.
     double = work.dtype == torch.float64
@@ -220,8 +220,8 @@ def _rule_of_multiply_adds(work: Work, block_n: int) -> Tile:
     return Tile(min(work.tokens, 64), block_n, block_k, warps=4, stages=5)
 
 
-def _rule_of_three_products(work: Work, block_n: int) -> Tile:
-    """Return the tile of a float32 product by three products of TF32."""
+def _tile_of_three_tf32_products(work: Work, block_n: int) -> Tile:
+    """Return the tile of a float32 product that is computed as three products of TF32."""
     # Both halves of both operands are in registers at once.
     if work.pass_ == "wgrad":
         return Tile(

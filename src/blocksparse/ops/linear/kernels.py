@@ -78,7 +78,7 @@ def linear_kernel(
         # This hint makes stores wide: the compiler does not know that columns of one `row_in_pair` have one row.
         column = tl.max_contiguous(tl.multiple_of(column, min(height & -height, BLOCK_N)), BLOCK_N)
         if tl.max((sums != sums).to(tl.int32)) > 0:
-            _row_by_row(
+            _recompute_row_by_row(
                 x_ptr, values_ptr, bias_ptr, y_ptr, col_ptr, block_ptr, tokens, x_stride, y_stride,
                 first, end, tile, row_in_pair, output, column, output_mask,
                 block_out, block_in, TRANSPOSE, ACTIVATION, PRECISION, SUM_DTYPE, WIDEN, ROWS, BLOCK_M, BLOCK_K,
@@ -99,17 +99,17 @@ def linear_kernel(
 
 
 @triton.jit
-def _row_by_row(
+def _recompute_row_by_row(
     x_ptr, values_ptr, bias_ptr, y_ptr, col_ptr, block_ptr,
     tokens, x_stride, y_stride, first, end, tile, row_in_pair, output, column, output_mask,
     block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SUM_DTYPE: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tile again row by row, for inputs that are not finite.
+    """Compute and store the tile again, one block row at a time, because some inputs are not finite.
 
-    Such an input times the zero weights of a row that lacks the block gives NaN. Small tiles leave the registers to the
-    usual loop.
+    The usual loop shares steps between rows and multiplies by zero where a row lacks the block; infinity times zero
+    gives NaN. Tiles are small here, so that the usual loop gets the registers.
     """
     SMALL: tl.constexpr = min(BLOCK_M, 64)
     STEPS: tl.constexpr = triton.cdiv(block_out if TRANSPOSE else block_in, BLOCK_K)

@@ -20,7 +20,8 @@ RATE, MAX_NORM = 0.03, 0.1
 MIN_VALUE = 1e-3  # the smallest root mean square for this, as biases may be 0
 
 Sequences = tuple[PackedSequence, States, Tensor]
-"""The inputs of a level, the initial states of all levels, and the outputs of the dense level `[rows, states]`."""
+"""The inputs of a level, which is one layer of a stacked recurrent module, the initial states of all levels, and the
+outputs of the dense level `[rows, states]`."""
 
 
 def fit_states(
@@ -40,7 +41,7 @@ def fit_states(
         passes: the calibration batches.
     """
     module: Any = model.get_submodule(name)
-    batches = _sequences(model, dense, name, level, passes)
+    batches = _record_sequences(model, dense, name, level, passes)
     if not batches or not masks or batches[0][0].data.dtype not in (torch.float32, torch.float64):
         return
     with torch.inference_mode(False), torch.enable_grad():
@@ -60,17 +61,21 @@ def fit_states(
         getattr(module, key).copy_(parameter.detach())
 
 
-def _sequences(model: nn.Module, dense: nn.Module, name: str, level: int, passes: Passes) -> list[Sequences]:
-    """Return the sequences of each call, up to 256 MiB of inputs and outputs; none if a router changes the calls."""
-    inputs, outputs = _runs(model, name, level, passes), _runs(dense, name, level + 1, passes)
+def _record_sequences(model: nn.Module, dense: nn.Module, name: str, level: int, passes: Passes) -> list[Sequences]:
+    """Run both models on the batches and record one level's inputs in `model` and its outputs in `dense`.
+
+    Return an entry for each call of the module, up to 256 MiB. Return none if sequences differ between the models, as
+    with a router that sends them elsewhere.
+    """
+    inputs, outputs = _record_outputs(model, name, level, passes), _record_outputs(dense, name, level + 1, passes)
     pairs = list(zip(inputs, outputs, strict=False))
     if any(not torch.equal(x.batch_sizes, y.batch_sizes) for (x, _), (y, _) in pairs):
         return []
     return [(x, state, y.data) for (x, state), (y, _) in pairs]
 
 
-def _runs(model: nn.Module, name: str, levels: int, passes: Passes) -> list[tuple[PackedSequence, States]]:
-    """Return the outputs of the first levels of a recurrent layer in each call, and the initial states."""
+def _record_outputs(model: nn.Module, name: str, levels: int, passes: Passes) -> list[tuple[PackedSequence, States]]:
+    """Return what the first `levels` levels of a recurrent module compute in each call, and the initial states."""
     calls: list[tuple[PackedSequence, States]] = []
     module, size = model.get_submodule(name), 0
 
@@ -94,7 +99,7 @@ def _train(
     trained: dict[str, nn.Parameter],
     masks: Mapping[str, Tensor | None],
 ) -> None:
-    """Train parameters of a layer of one level; values that are not stored stay 0."""
+    """Train some parameters of a one-level layer to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
     rates = [RATE * max(_root_mean_square(parameter), MIN_VALUE) for parameter in trained.values()]
     optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in trained.values()])
@@ -122,7 +127,7 @@ def _root_mean_square(parameter: Tensor) -> float:
 
 
 def _sample(batch: Sequences, generator: torch.Generator) -> Sequences:
-    """Return some sequences of a batch, at random."""
+    """Draw up to 32 whole sequences of a batch."""
     x, state, target = batch
     sizes = x.batch_sizes
     count = int(sizes[0])
@@ -139,6 +144,6 @@ def _sample(batch: Sequences, generator: torch.Generator) -> Sequences:
 
 @torch.no_grad()
 def _error(layer: Any, level: int, batches: list[Sequences]) -> float:
-    """Return the squared error of a layer's outputs."""
+    """Return the summed squared error of a layer's outputs over all batches."""
     outputs = ((layer(x, level_states(layer, level, state))[0].data, target) for x, state, target in batches)
     return sum(float((y - target).double().square().sum()) for y, target in outputs)

@@ -110,6 +110,7 @@ class GroupLasso(DensePruner):
         return True
 
     def _masks(self) -> Mapping[str, Tensor]:
+        """Return which blocks of each weight have a value above the threshold, within the limits of density."""
         masks, norms = {}, {}
         for name, blocks in self.blocks.items():
             masks[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold

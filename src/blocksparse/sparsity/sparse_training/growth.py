@@ -158,15 +158,20 @@ def best_places(
     both = zip(empty, np.divmod(places[best], columns), strict=True)
     first = np.unique(np.concatenate([_first_occurrences(side, lines) for side, lines in both]))
     if first.size > count:
-        return _best_places_of_pairs(places, norms, count, columns, empty, tie_break)
+        return _cover_empty_lines(places, norms, count, columns, empty, tie_break)
     rest = np.delete(np.arange(best.size), first)[: count - first.size]
     return places[best[np.concatenate([first, rest])]]
 
 
-def _best_places_of_pairs(
+def _cover_empty_lines(
     places: np.ndarray, norms: np.ndarray, count: int, columns: int, empty: Lines, tie_break: TieBreak
 ) -> np.ndarray:
-    """Pair as many empty rows with empty columns as needed, and choose the other places by their norms."""
+    """Return `count` places that cover all empty lines although each line's own best place would be too many.
+
+    A random place at the crossing of an empty row and an empty column covers two lines at once. As few such pairs
+    as necessary are made; the other places are the best by norm. Arguments are those of `best_places`. If `count`
+    cannot cover all lines, some stay empty.
+    """
     rows, cols = (side[tie_break(side + offset).argsort()] for side, offset in zip(empty, (0, 1 << 32), strict=True))
     n = min(rows.size, cols.size, rows.size + cols.size - count)
     pairs = (rows[:n] * columns + cols[:n])[:count]
