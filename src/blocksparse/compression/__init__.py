@@ -1,7 +1,7 @@
 """From a trained model to a fast and accurate one: what densities would give, and training towards one of them."""
 
+from .compress import compress
 from .result import CompressionResult, Point
-from .stages import compress
 from .tradeoff import LayerShare, Tradeoff, tradeoff
 from .zeros import from_zeros
 

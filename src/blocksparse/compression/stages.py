@@ -1,4 +1,4 @@
-"""Compression of a trained model: pruned and trained in turn, against its own outputs, until a density is reached."""
+"""Runs a compression in stages: drops blocks and trains in turn until a density is reached."""
 
 from __future__ import annotations
 
@@ -15,24 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..checked import integer, number
 from ..conversion.load import load_sparsified
 from ..conversion.sparsify import DENSITY_TOLERANCE, no_weights_error, select_blocks, sparsify, survey_weights
 from ..conversion.speed import Example, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
-from ..files import writable_folder
-from ..sparsity.calibration.calibrate import Batches
-from ..sparsity.distillation import Distillation
-from ..surgery.model_tools import copy_model, evaluation_mode, unwrapped_model
-from ..surgery.prunable import Skip, prunable, skip_by_name
-from .batches import BatchReader, Data, Loss
-from .measures import calls_weights, density_of, first_example, reorder_features, sparse_modules, speedup_of
+from ..surgery.model_tools import copy_model, evaluation_mode
+from ..surgery.prunable import Skip, prunable
+from .measures import calls_weights, density_of, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
-from .training import RATE_SHARE, Budget, Drop, Training, copy_state
-
-DEFAULT_MINUTES = 10.0
+from .training import RATE_SHARE, Drop, Training, copy_state
 
 # The model is also fitted at the target density, in one shot, if both fits take less than this fraction of the budget.
 FIT_SHARE = 0.3
@@ -49,108 +42,6 @@ BEST = "best.safetensors"
 Evaluate = Callable[[nn.Module], float]
 
 
-@torch.inference_mode(False)
-def compress(
-    model: nn.Module,
-    data: Batches,
-    density: float = 0.1,
-    block_size: int | tuple[int, int] = 32,
-    *,
-    minutes: float | None = None,
-    steps: int | None = None,
-    teacher: nn.Module | None = None,
-    loss: Loss | None = None,
-    evaluate: Evaluate | None = None,
-    folder: str | Path | None = None,
-    skip: Skip = (),
-    example: Example | None = None,
-    hidden: float = 0.0,
-    seed: int = 0,
-) -> CompressionResult:
-    """Make a trained model block-sparse and fast, and train it to compute what it computed before.
-
-    Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
-    as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
-    are not faster block-sparse on the example stay dense. Hidden features are reordered first, as by
-    `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
-    the model that is best on it at the target density is returned. If the time allows, that is never worse than the
-    model fitted at this density in one shot. A short test finds the learning rates.
-
-    Args:
-        model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.
-        data: two batches of its inputs or more: tensors, tuples or lists of arguments, or dicts of arguments by name.
-            One value more than the model has arguments is the label. Batches up to 1 GiB are read once and kept.
-        density: fraction of their parameters that weights keep, 0.1 by default, without those that stay dense.
-        block_size: an int or (rows, columns), 32 by default.
-        minutes: time to use, 10 by default.
-        steps: number of training steps instead of a time.
-        teacher: the model to agree with; by default the model itself.
-        loss: a function of the model's output and the batch that returns a loss to add. By default the `loss` in the
-            output, as of transformers with labels, or cross-entropy if the label has one class per row of the output.
-        evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
-            the best, and its results are in the curve.
-        folder: folder for the best model so far, `best.safetensors` (see `load_sparsified`), and `curve.json`. If it
-            has a model of an interrupted run of the same model, the run resumes from it.
-        skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
-        example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
-        hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
-        seed: seed of the order of batches, 0 by default.
-
-    Returns:
-        The model with its curve. After a KeyboardInterrupt, the best so far.
-
-    Raises:
-        BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
-            does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
-            to train, or a folder of another run or one that cannot be written. A `SparsityWarning` says if nothing
-            became sparse, the density was not reached, the budget was too short to train, or the disk is full.
-
-    Example:
-        >>> import torch, blocksparse as bs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
-        >>> result = bs.compress(model, torch.randn(256, 512).split(32), density=0.25, steps=20)
-        >>> result.model(torch.randn(3, 512)).shape, result.curve[0].density
-        (torch.Size([3, 512]), 1.0)
-
-    Source: Kurtic et al., Sparse fine-tuning for inference acceleration of large language models (2023).
-    """
-    if not number("density", density, 0, 1):
-        raise BlockSparseError.expected("density", "a number above 0 and at most 1", density)
-    if minutes is not None and steps is not None:
-        raise BlockSparseError("minutes and steps: give one of them, the other follows from it.")
-    if steps is not None:
-        integer("steps", steps, 1)
-    else:
-        minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
-    model = unwrapped_model(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
-    output_folder = None if folder is None else writable_folder("folder", folder)
-    budget = Budget(minutes, steps)
-    read = Data.read(data)
-    reader = BatchReader(model, loss)
-    example = first_example(reader, read) if example is None else example
-    skip, original = skip_by_name(model, skip), model
-    if not hidden:  # the hidden layers of another teacher, or of an earlier run, may have another order
-        model = reorder_features(model, example, density, block_size, skip)
-    dense_model = copy_model(model).eval()
-    teacher = dense_model if teacher is None else unwrapped_model(teacher, "teacher")
-    kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
-    distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
-    run = _Run(
-        dense_model=dense_model,
-        training=Training(distillation, reader, read, budget, integer("seed", seed, 0)),
-        target=density,
-        block_size=block_size,
-        example=example,
-        evaluate=evaluate,
-        folder=output_folder,
-        checksum=checkpoint.checksum_of([each for each in original.state_dict().values() if isinstance(each, Tensor)]),
-    )
-    run.training.check()
-    return run.run(skip)
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """The best state of a stage so far, and its point of the curve."""
@@ -160,7 +51,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class _OneShot:
     """The dense model fitted in one shot at the target density, and its point of the curve."""
 
     model: nn.Module
@@ -168,8 +59,12 @@ class _Fitted:
 
 
 @dataclass
-class _Run:
-    """A run of `compress`: its settings, the current stage, the best model and the curve."""
+class CompressionRun:
+    """A run of `compress`: its settings, the current stage, the best model and the curve.
+
+    `run` chooses the weights, then brings `student` to one density after the other. It compares the end of each stage
+    with the model that is fitted in one shot at the target density, and continues with the better one.
+    """
 
     dense_model: nn.Module
     training: Training
@@ -183,44 +78,44 @@ class _Run:
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
         self.dense_reasons: dict[str, str] = {}
-        self.chosen_names: set[str] = set()
+        self.weights_to_sparsify: set[str] = set()
         self.calibration: list[Any] | None = None  # to fit weights on, unless the model calls none of their layers
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
-        self.best: _Candidate | None = None  # of the current stage
-        self.finished: nn.Module | None = None
-        self.fitted: _Fitted | None = None
+        self.best_of_stage: _Candidate | None = None
+        self.model_of_last_stage: nn.Module | None = None
+        self.one_shot: _OneShot | None = None
 
     @property
     def student(self) -> nn.Module:
         return self.training.student
 
     def run(self, skip: Skip) -> CompressionResult:
-        """Run the stages that are left and return the result."""
+        """Run all stages, or those that an interrupted run has left, and return the result."""
         modes = {name: module.training for name, module in self.student.named_modules()}
         densities, resumed = stage_densities(self.target), self._resume()
         try:
             if not resumed:
                 loss, agreed = self.training.evaluate()
                 self.curve.append(Point(1.0, 1.0, agreed, loss, self._metric(), self.training.budget.elapsed))
-                if not self._choose(skip):
+                if not self._choose_weights(skip):
                     return self._result(modes)
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
-                if self.stage and (fitted := self._better_fitted(self.curve[-1])):
+                if self.stage and (one_shot := self._better_one_shot(self.curve[-1])):
                     self.stage = len(densities) - 1
-                    self._start_from(fitted)
-                self._train(densities[self.stage], ends[self.stage])
+                    self._start_from(one_shot)
+                self._train_stage(densities[self.stage], ends[self.stage])
                 self.stage += 1
-            self._finish_stage()  # of a finished run, whose last point is not in the curve of its file
-            if fitted := self._better_fitted(self.curve[-1]):
-                self._replace_last(fitted)
+            self._finish_stage()  # if the resumed run had finished: the curve in its file lacks the last point
+            if one_shot := self._better_one_shot(self.curve[-1]):
+                self._replace_last(one_shot)
         except KeyboardInterrupt:
-            if self.best is None and self.finished is not None:  # blocks were being dropped
-                self.training.student = self.finished
-            elif self.best is None and self.fitted is not None:
-                self._start_from(self.fitted)
+            if self.best_of_stage is None and self.model_of_last_stage is not None:  # blocks were being dropped
+                self.training.student = self.model_of_last_stage
+            elif self.best_of_stage is None and self.one_shot is not None:
+                self._start_from(self.one_shot)
             self._finish_stage()
             if len(self.curve) < 2:
                 raise
@@ -237,7 +132,7 @@ class _Run:
 
     # -- stages -----------------------------------------------------------------------------------------------
 
-    def _choose(self, skip: Skip) -> bool:
+    def _choose_weights(self, skip: Skip) -> bool:
         """Choose the weights that are faster block-sparse on the example, and return whether there are any."""
         model = self.dense_model
         candidates = survey_weights(model, self.block_size, skip)
@@ -256,43 +151,35 @@ class _Run:
                 SparsityWarning,
                 stacklevel=4,
             )
-        self.chosen_names = set(plan.layouts)
+        self.weights_to_sparsify = set(plan.layouts)
         return bool(plan.layouts)
 
-    def _train(self, density: float, end: float) -> None:
-        """Bring the student to a density, train it until a fraction of the budget is used, and keep the best state.
+    def _train_stage(self, density: float, end: float) -> None:
+        """Bring the student to a density, train it until the fraction `end` of the budget is used, keep the best state.
 
-        The first stage fits weights of the dense model to the data. Later ones drop blocks in several steps while they
-        train.
+        The first stage sparsifies the dense model. Later ones drop blocks in several steps while they train.
         """
         budget, is_last = self.training.budget, end == 1.0
         if sparse_modules(self.student) == self.sparse_before:
-            dense_student, begin = self.student, budget.elapsed
-            self._sparsify(dense_student, density)
-            self.training.forget_targets()
-            minutes = budget.elapsed - begin
-            if not is_last and (budget.minutes is None or budget.elapsed + minutes < FIT_SHARE * budget.minutes):
-                student = self.student
-                self._fit_at_target(dense_student)
-                self.training.student = student
+            self._begin(density, is_last=is_last)
         drops: list[Drop] = []
         before = self._density()
         if before > density * (1 + DENSITY_TOLERANCE):
             steps = [before * (density / before) ** ((step + 1) / DROPS) for step in range(DROPS)]
             drops = [partial(self._drop, each) for each in steps]
         else:
-            self._record(*self.training.evaluate())
+            self._keep_if_best(*self.training.evaluate())
         self.steps_before = budget.spent_steps
         if budget.used < end:
             rate = self._find_rate(density if drops else None)
             self.steps_before = budget.spent_steps
-            if self.training.train_stage(end, rate, drops, self._check) and self.fitted is not None:
-                self._start_from(self.fitted)
-                self.training.train_stage(end, self._find_rate(None), [], self._check)
+            if self.training.train_stage(end, rate, drops, self._check_stage) and self.one_shot is not None:
+                self._start_from(self.one_shot)
+                self.training.train_stage(end, self._find_rate(None), [], self._check_stage)
         else:
             for drop in drops:
                 drop(None)
-            self._record(*self.training.evaluate())
+            self._keep_if_best(*self.training.evaluate())
         count = budget.spent_steps - self.steps_before
         if is_last and budget.minutes is not None and count < MIN_STEPS:
             was = f"only {count} training steps were" if count else "no time to train was"
@@ -304,12 +191,24 @@ class _Run:
             )
         self._finish_stage()
 
-    def _sparsify(self, dense_student: nn.Module, density: float) -> tuple[float, float]:
+    def _begin(self, density: float, *, is_last: bool) -> None:
+        """Make the dense student block-sparse, and fit another copy in one shot if the budget allows."""
+        budget, dense_student = self.training.budget, self.student
+        begin = budget.elapsed
+        self._sparsify_better(dense_student, density)
+        self.training.forget_targets()
+        minutes = budget.elapsed - begin
+        if not is_last and (budget.minutes is None or budget.elapsed + minutes < FIT_SHARE * budget.minutes):
+            student = self.student
+            self._fit_one_shot(dense_student)
+            self.training.student = student
+
+    def _sparsify_better(self, dense_student: nn.Module, density: float) -> tuple[float, float]:
         """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
 
         Fitted recurrent layers may be worse, as their errors add up over steps.
         """
-        skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.chosen_names]
+        skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.weights_to_sparsify]
         results = []
         with _without_warnings():
             for batches in [self.calibration, None] if self.calibration else [None]:
@@ -319,32 +218,37 @@ class _Run:
         best, self.training.student = min(results, key=lambda result: result[0][0])
         return best
 
-    def _fit_at_target(self, dense_student: nn.Module) -> None:
-        """Fit the dense model at the target density, as a lower bound for what training in stages has to reach."""
-        loss, agreed = self._sparsify(dense_student, self.target)
+    def _fit_one_shot(self, dense_student: nn.Module) -> None:
+        """Fit the dense model at the target density: a baseline that training in stages has to reach."""
+        loss, agreed = self._sparsify_better(dense_student, self.target)
         speedup = speedup_of(self.student, self.dense_model, self.example)
         minutes = self.training.budget.elapsed
-        self.fitted = _Fitted(self.student, Point(self._density(), speedup, agreed, loss, self._metric(), minutes))
+        self.one_shot = _OneShot(self.student, Point(self._density(), speedup, agreed, loss, self._metric(), minutes))
 
-    def _better_fitted(self, point: Point) -> _Fitted | None:
-        """Return the model fitted at the target density if it is better than a point of the curve."""
-        return self.fitted if self.fitted is not None and _score(self.fitted.point) > _score(point) else None
+    def _better_one_shot(self, point: Point) -> _OneShot | None:
+        """Return the model fitted in one shot if it is better than a point of the curve, else None."""
+        return self.one_shot if self.one_shot is not None and _score(self.one_shot.point) > _score(point) else None
 
-    def _start_from(self, fitted: _Fitted) -> None:
-        """Train the fitted model from now on; it is the best of the stage so far."""
-        self.training.student, self.speedup = copy_model(fitted.model), fitted.point.speedup
+    def _start_from(self, one_shot: _OneShot) -> None:
+        """Continue with a copy of the model fitted in one shot, which is the best of the stage so far."""
+        self.training.student, self.speedup = copy_model(one_shot.model), one_shot.point.speedup
         self.steps_before = self.training.budget.spent_steps
-        self.best = _Candidate(copy_state(fitted.model), fitted.point)
+        self.best_of_stage = _Candidate(copy_state(one_shot.model), one_shot.point)
 
-    def _check(self, loss: float, agreed: float) -> bool:
-        """Keep the student's state if it is the best; return whether to start from the fitted model instead."""
-        self._record(loss, agreed)
+    def _check_stage(self, loss: float, agreed: float) -> bool:
+        """Keep the student's state if it is the best; return whether to continue with the one-shot model instead."""
+        self._keep_if_best(loss, agreed)
         at_target = self._density() <= self.target * (1 + DENSITY_TOLERANCE)
-        return at_target and self.best is not None and self._better_fitted(self.best.point) is not None
+        return (
+            at_target and self.best_of_stage is not None and self._better_one_shot(self.best_of_stage.point) is not None
+        )
 
-    def _replace_last(self, fitted: _Fitted) -> None:
-        """Replace the last point of the curve, and its model, by the fitted one."""
-        self.training.student, self.best = fitted.model, _Candidate(copy_state(fitted.model), fitted.point)
+    def _replace_last(self, one_shot: _OneShot) -> None:
+        """Replace the last point of the curve, and its model, by those of the one-shot fit."""
+        self.training.student, self.best_of_stage = (
+            one_shot.model,
+            _Candidate(copy_state(one_shot.model), one_shot.point),
+        )
         self.curve.pop()
         self._save()
         self._finish_stage()
@@ -363,7 +267,7 @@ class _Run:
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
 
     def _find_rate(self, density: float | None) -> float:
-        """Return the learning rate that trains the student best after it is pruned to a density."""
+        """Return the learning rate that trains the student best after pruning to a density; None for no pruning."""
         share, student = RATE_SHARE * (1 - self.training.budget.used), self.student
         if density is not None:
             self.training.student = copy_model(student)
@@ -373,23 +277,23 @@ class _Run:
         finally:
             self.training.student = student
 
-    def _record(self, loss: float, agreed: float) -> None:
+    def _keep_if_best(self, loss: float, agreed: float) -> None:
         """Keep the student's state if it is the best of its stage, and save the run."""
         self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
         minutes = self.training.budget.elapsed
         point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
-        if self.best is None or _score(point) > _score(self.best.point):
-            self.best = _Candidate(copy_state(self.student), point)
+        if self.best_of_stage is None or _score(point) > _score(self.best_of_stage.point):
+            self.best_of_stage = _Candidate(copy_state(self.student), point)
             self.training.label = f"density {point.density:.3g}, {point.speedup:.3g}x, agreement {agreed:.1%}"
         self._save()
 
     def _finish_stage(self) -> None:
-        """Continue with the best state of the stage, and add it to the curve."""
-        if self.best is not None:
-            self.student.load_state_dict(self.best.state)
-            self.curve.append(self.best.point)
-            self.finished = copy_model(self.student)
-            self.best = None
+        """Load the best state of the stage into the student, and add its point to the curve."""
+        if self.best_of_stage is not None:
+            self.student.load_state_dict(self.best_of_stage.state)
+            self.curve.append(self.best_of_stage.point)
+            self.model_of_last_stage = copy_model(self.student)
+            self.best_of_stage = None
 
     def _warn_if_missed(self) -> None:
         """Warn if the density of the best model is above the target."""
@@ -428,13 +332,14 @@ class _Run:
     # -- files ------------------------------------------------------------------------------------------------
 
     def _curve(self) -> list[dict[str, Any]]:
+        """Return the curve in a form that JSON can express."""
         return [asdict(point) for point in self.curve]
 
     def _save(self) -> None:
         """Write the best model and the state to resume from."""
-        if self.folder is None or self.best is None:
+        if self.folder is None or self.best_of_stage is None:
             return
-        path, state, budget = self.folder / BEST, self.best.state, self.training.budget
+        path, state, budget = self.folder / BEST, self.best_of_stage.state, self.training.budget
         about = {
             "compress": self._settings,
             "stage": self.stage,
@@ -442,12 +347,12 @@ class _Run:
             "steps": budget.spent_steps,
             "dense": self.dense_reasons,
             "curve": self._curve(),
-            "best": asdict(self.best.point),
+            "best": asdict(self.best_of_stage.point),
         }
         self._write(lambda: checkpoint.save(path, state, about))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write a file; warn if it fails for the first time, because the run may take its time to the end."""
+        """Write a file. If that fails, warn once and continue, because the result is returned anyway."""
         try:
             write()
         except BlockSparseError as error:
@@ -480,7 +385,7 @@ class _Run:
         self.training.forget_targets()
         if (point.metric is None) != (self.evaluate is None):
             point = replace(point, metric=self._metric())
-        self.best = _Candidate(copy_state(self.student), point)
+        self.best_of_stage = _Candidate(copy_state(self.student), point)
         return True
 
 

@@ -1,0 +1,127 @@
+"""Makes a trained model block-sparse, and trains it to compute what it computed before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import checkpoint
+from ..checked import integer, number
+from ..conversion.speed import Example
+from ..errors import BlockSparseError
+from ..files import writable_folder
+from ..sparsity.calibration.calibrate import Batches
+from ..sparsity.distillation import Distillation
+from ..surgery.model_tools import copy_model, unwrapped_model
+from ..surgery.prunable import Skip, skip_by_name
+from .batches import BatchReader, Data, Loss
+from .measures import first_example, reorder_features
+from .result import CompressionResult
+from .stages import CompressionRun, Evaluate
+from .training import Budget, Training
+
+DEFAULT_MINUTES = 10.0
+
+
+@torch.inference_mode(False)
+def compress(
+    model: nn.Module,
+    data: Batches,
+    density: float = 0.1,
+    block_size: int | tuple[int, int] = 32,
+    *,
+    minutes: float | None = None,
+    steps: int | None = None,
+    teacher: nn.Module | None = None,
+    loss: Loss | None = None,
+    evaluate: Evaluate | None = None,
+    folder: str | Path | None = None,
+    skip: Skip = (),
+    example: Example | None = None,
+    hidden: float = 0.0,
+    seed: int = 0,
+) -> CompressionResult:
+    """Make a trained model block-sparse and fast, and train it to compute what it computed before.
+
+    Weights are pruned in stages, from about half of their blocks to `density`. The first stage fits them to the data,
+    as `sparsify` does; each is then trained against the teacher's outputs, and on labels if there are any. Layers that
+    are not faster block-sparse on the example stay dense. Hidden features are reordered first, as by
+    `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
+    the model that is best on it at the target density is returned. If the time allows, that is never worse than the
+    model fitted at this density in one shot. A short test finds the learning rates.
+
+    Args:
+        model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.
+        data: two batches of its inputs or more: tensors, tuples or lists of arguments, or dicts of arguments by name.
+            One value more than the model has arguments is the label. Batches up to 1 GiB are read once and kept.
+        density: fraction of their parameters that weights keep, 0.1 by default, without those that stay dense.
+        block_size: an int or (rows, columns), 32 by default.
+        minutes: time to use, 10 by default.
+        steps: number of training steps instead of a time.
+        teacher: the model to agree with; by default the model itself.
+        loss: a function of the model's output and the batch that returns a loss to add. By default the `loss` in the
+            output, as of transformers with labels, or cross-entropy if the label has one class per row of the output.
+        evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
+            the best, and its results are in the curve.
+        folder: folder for the best model so far, `best.safetensors` (see `load_sparsified`), and `curve.json`. If it
+            has a model of an interrupted run of the same model, the run resumes from it.
+        skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
+        example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
+        hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
+        seed: seed of the order of batches, 0 by default.
+
+    Returns:
+        The model with its curve. After a KeyboardInterrupt, the best so far.
+
+    Raises:
+        BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
+            does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
+            to train, or a folder of another run or one that cannot be written. A `SparsityWarning` says if nothing
+            became sparse, the density was not reached, the budget was too short to train, or the disk is full.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+        >>> result = bs.compress(model, torch.randn(256, 512).split(32), density=0.25, steps=20)
+        >>> result.model(torch.randn(3, 512)).shape, result.curve[0].density
+        (torch.Size([3, 512]), 1.0)
+
+    Source: Kurtic et al., Sparse fine-tuning for inference acceleration of large language models (2023).
+    """
+    if not number("density", density, 0, 1):
+        raise BlockSparseError.expected("density", "a number above 0 and at most 1", density)
+    if minutes is not None and steps is not None:
+        raise BlockSparseError("minutes and steps: give one of them, the other follows from it.")
+    if steps is not None:
+        integer("steps", steps, 1)
+    else:
+        minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
+    model = unwrapped_model(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
+    output_folder = None if folder is None else writable_folder("folder", folder)
+    budget = Budget(minutes, steps)
+    read = Data.read(data)
+    reader = BatchReader(model, loss)
+    example = first_example(reader, read) if example is None else example
+    skip, original = skip_by_name(model, skip), model
+    if not hidden:  # the hidden layers of another teacher, or of an earlier run, may have another order
+        model = reorder_features(model, example, density, block_size, skip)
+    dense_model = copy_model(model).eval()
+    teacher = dense_model if teacher is None else unwrapped_model(teacher, "teacher")
+    kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
+    distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
+    run = CompressionRun(
+        dense_model=dense_model,
+        training=Training(distillation, reader, read, budget, integer("seed", seed, 0)),
+        target=density,
+        block_size=block_size,
+        example=example,
+        evaluate=evaluate,
+        folder=output_folder,
+        checksum=checkpoint.checksum_of([each for each in original.state_dict().values() if isinstance(each, Tensor)]),
+    )
+    run.training.check()
+    return run.run(skip)
