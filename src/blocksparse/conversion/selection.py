@@ -237,7 +237,10 @@ def _needed_blocks(weight: Prunable) -> Tensor:
 
 
 def _is_trained(weights: Iterable[Prunable]) -> bool:
-    """Return whether the norms of some weight's blocks differ more than those of random numbers."""
+    """Return whether the norms of some weight's blocks differ more than those of random numbers.
+
+    Return True too if no weight has enough blocks to tell.
+    """
     unknown = True
     for weight in weights:
         blocks = weight.blocks

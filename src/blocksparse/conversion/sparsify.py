@@ -162,11 +162,11 @@ class Survey:
 
 def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Skip) -> Survey:
     """Return which weights of a model can become block-sparse, which cannot and why, and which already are."""
-    found = survey(model, block_size, skip)
+    surveyed = survey(model, block_size, skip)
     skipped_modules, _ = find_skipped(model, skip)
     return Survey(
-        weights={weight.name: weight for weight, reason in found if reason is None},
-        reasons={weight.name: reason for weight, reason in found if reason is not None},
+        weights={weight.name: weight for weight, reason in surveyed if reason is None},
+        reasons={weight.name: reason for weight, reason in surveyed if reason is not None},
         sparse={
             dense_name(name, module): module.layout
             for name, module in model.named_modules()
@@ -247,10 +247,10 @@ def select_blocks(
         # These scores have a minimum per weight already, and fitting makes up for what rows lose.
         scope = "global" if scope == "careful" else scope
         selection = ScoredSelection(candidates.weights, density, "l2" if criterion is None else criterion, scope)
-    given = "density" if layouts is None else "layout"
+    missing = "density" if layouts is None else "layout"
     reasons = {
         **candidates.reasons,
-        **{name: f"no {given} was given" for name in candidates.weights if name not in selection.weights},
+        **{name: f"no {missing} was given" for name in candidates.weights if name not in selection.weights},
     }
     unexpected: dict[str, str] = {name: reason for name, reason in reasons.items() if isinstance(reason, Unexpected)}
     if layouts is None and not isinstance(density, Mapping):
@@ -268,15 +268,16 @@ def select_blocks(
 def fit_values(
     model: nn.Module, plan: Plan, batches: list[Any] | None, *, choose: bool, inplace: bool
 ) -> tuple[nn.Module, Plan]:
-    """Fit weights to the data; return the model to replace weights in, and the plan with the fitted layouts.
+    """Fit weights to the data; return the fitted model and the plan with its layouts.
 
-    In place without data that is the model itself, else a copy, so that nothing is changed if fitting fails.
+    The fitted model is a copy, so that nothing is changed if fitting fails. Without data nothing is fitted: the model
+    itself is returned if `inplace`, else a copy.
 
     Args:
         model: the dense model.
         plan: the layouts.
         batches: inputs of the model, or None to fit nothing.
-        choose: whether fitting may choose other blocks, with the same number per weight.
+        choose: whether fitting may select other blocks, the same number per weight.
         inplace: whether the model itself is to be changed.
     """
     if inplace and batches is None:
@@ -308,7 +309,7 @@ def replace_weights(
         fitted: the model with the values to use: the original, or a copy.
         plan: the layouts and reasons.
         optimizer: the optimizer of the original, or None.
-        inplace: whether to change the original, which then swaps its values with those of the copy.
+        inplace: whether to change the original. If `fitted` is a copy, both swap their values.
     """
     if inplace and fitted is not model:
         sparse = _replace_with_values_of(fitted, model, plan.layouts, optimizer)
