@@ -182,7 +182,7 @@ class MultiWeightModule(nn.Module):
 
 
 def _layout_of_rows(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
-    """Return the number of blocks before row `start` of a weight, and the cached layout of rows `start` to `stop`."""
+    """Return the number of blocks before row `start` of the dense weight, and the layout of rows `start` to `stop`."""
     layout = weight.layout
     first, last = (row // layout.block_shape[0] for row in (start, stop))
     stored = slice(int(layout.row_start[first]), int(layout.row_start[last]))

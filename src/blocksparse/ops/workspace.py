@@ -52,7 +52,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         # The tensor must refer to the storage before another thread looks for a free one.
-        return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape), _strides(shape))
+        return torch.empty(0, dtype=dtype, device=device).set_(_take_buffer(size), 0, tuple(shape), _strides(shape))
     finally:
         lock.release()
 
@@ -86,8 +86,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _take(size: int) -> torch.UntypedStorage:
-    """Return an idle buffer of one to two times this size, or a new one."""
+def _take_buffer(size: int) -> torch.UntypedStorage:
+    """Return an idle buffer of one to two times this size; if there is none, free old ones and allocate another."""
     global _requested
     _requested += size
     # Another process may be using a storage that was moved to shared memory.

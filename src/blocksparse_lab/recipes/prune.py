@@ -117,10 +117,10 @@ class PruneTask(Task):
         self.task.attach(optimizer, ema)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.method = self._method(optimizer)
+            self.method = self._build_method(optimizer)
 
-    def _method(self, optimizer: torch.optim.Optimizer) -> DensePruner:
-        """Build the sparsity method of the settings."""
+    def _build_method(self, optimizer: torch.optim.Optimizer) -> DensePruner:
+        """Build the pruning method of the settings; set `_penalties`, the terms that it adds to the loss."""
         p, model, end = self.pruning, self.model, self.search
         if p.method == FIXED:
             return DensePruner(model, optimizer, block_size=p.block_size, skip=p.skip)

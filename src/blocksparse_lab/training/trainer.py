@@ -244,12 +244,12 @@ class Trainer:
         # At first the mean covers few steps, and the initial parameters must not dominate it.
         self._ema_weight.fill_(1 - min(s.ema, (1 + self.step) / (10 + self.step)))
         if self._graph is None:
-            self._work(self.step)
+            self._run_step(self.step)
         else:
             self._graph(*(self.task.inputs(self.step) or ()))
         self.step += 1
 
-    def _work(self, *inputs: Any) -> None:
+    def _run_step(self, *inputs: Any) -> None:
         """Run forward, backward and update for a step, or for a task's inputs within a CUDA graph."""
         self.optimizer.zero_grad()  # an interrupted step, or other code, may have left gradients
         with self._autocast():
@@ -286,7 +286,7 @@ class Trainer:
     def _graphed_step(self) -> GraphedStep | None:
         wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
         able = wanted and self.processes == 1 and self.task.inputs(self.step) is not None
-        return GraphedStep(self._work, lambda text: self._notify("note", text)) if able else None
+        return GraphedStep(self._run_step, lambda text: self._notify("note", text)) if able else None
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
@@ -358,7 +358,7 @@ class Trainer:
 
     @contextmanager
     def _with_means(self) -> Iterator[None]:
-        """Use the running means as the model's parameters within it, if there are any."""
+        """Use the running means as the model's parameters, if there are any, inside the `with` block."""
         try:
             self._swap_means()
             yield
