@@ -1,4 +1,4 @@
-"""What users of `compress` and `tradeoff` meet: wrapped models, unusable labels, interruptions, progress, advice."""
+"""`compress` and `tradeoff` in use: wrapped models, unusable labels, interruptions, progress, advice."""
 
 import copy
 import io

@@ -210,7 +210,10 @@ class _Search:
         return cells
 
     def assign(self, gain: Tensor) -> Tensor:
-        """Assign features to their best cells, those that would lose most elsewhere first, until cells are full."""
+        """Assign features to their best cells until these are full.
+
+        Features with the largest difference between their best and second-best cell are first.
+        """
         cells, room = torch.empty_like(self.cell_of_place), self.capacity.clone()
         gain, left = gain.clone(), torch.arange(len(cells))
         while left.numel():

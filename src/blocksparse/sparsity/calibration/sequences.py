@@ -65,7 +65,7 @@ def _record_sequences(model: nn.Module, dense: nn.Module, name: str, level: int,
     """Run both models on the batches and record one level's inputs in `model` and its outputs in `dense`.
 
     Return an entry for each call of the module, up to 256 MiB. Return none if sequences differ between the models, as
-    with a router that sends them elsewhere.
+    a router may send them to other experts.
     """
     inputs, outputs = _record_outputs(model, name, level, passes), _record_outputs(dense, name, level + 1, passes)
     pairs = list(zip(inputs, outputs, strict=False))
