@@ -50,6 +50,54 @@ class Functional(nn.Module):
         return self.second(self.function(self.first(x)))
 
 
+class Viewed(nn.Module):
+    """A flattening by `view`."""
+
+    def forward(self, x):
+        return x.view(len(x), -1)
+
+
+class Auxiliary(Functional):
+    """An MLP with a second head that is called in training only, as in GoogLeNet."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(6))
+        self.auxiliary = nn.Linear(6, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(self.function(hidden)), self.auxiliary(hidden) if self.training else None
+
+
+def chunks(*functions):
+    """Return a function that applies one function to each half of the features."""
+    return lambda x: torch.cat([f(half) for f, half in zip(functions, x.chunk(2, -1), strict=True)], -1)
+
+
+def write(x):
+    x[:, :3] = 0
+    return x
+
+
+def write_view(x):
+    x[:, :3].relu_()
+    return x
+
+
+def copy_through_view(x):
+    copied = torch.zeros(4, 6)
+    copied.view(-1, 6).add_(x)
+    return x + copied.flip(-1)
+
+
+def scripted(x):
+    return x + torch.jit.script(flipped)(x)
+
+
+def flipped(x):
+    return x.flip(-1)
+
+
 def convolutions():
     features = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3, padding=1)]
     return nn.Sequential(*features, nn.Conv2d(4, 4, 3, groups=4), nn.Flatten(), nn.Linear(100, 12), nn.Tanh(),
@@ -76,6 +124,24 @@ CASES = {
     "unequal": (lambda: Functional(lambda x: x * torch.arange(6.0)), (4, 8), []),
     "cumulative": (lambda: Functional(lambda x: x.cumsum(-1)), (4, 8), []),
     "scaled": (lambda: Functional(lambda x: x * x.new_ones(4, 1)), (4, 8), ["6: first > second"]),
+    "halves": (lambda: Functional(chunks(F.relu, torch.sigmoid)), (4, 8), ["3: first > second"] * 2),
+    "written": (lambda: Functional(write), (4, 8), []),
+    "written in place": (lambda: Functional(write_view), (4, 8), ["3: first > second"] * 2),
+    "copied": (lambda: Functional(copy_through_view), (4, 8), []),
+    "scripted": (lambda: Functional(scripted), (4, 8), []),
+    "shifted": (lambda: Functional(lambda x: F.pad(x, (1, -1))), (4, 8), []),
+    "pooled": (lambda: Functional(lambda x: F.max_pool1d(x, 3, 1, 1)), (4, 8), []),
+    "means": (lambda: Functional(lambda x: F.adaptive_avg_pool1d(x[:, None], 2)[:, 0].repeat(1, 3)), (4, 8), []),
+    "view": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Viewed(), nn.Linear(32, 4)),
+        (2, 3, 4, 4),
+        ["8: 0 > 2"],
+    ),
+    "compiled": (
+        lambda: nn.Sequential(torch.compile(nn.Linear(8, 6), backend="eager"), nn.ReLU(), nn.Linear(6, 2)),
+        (4, 8),
+        ["6: 0._orig_mod > 2"],
+    ),
     "block-sparse": (
         lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), bs.nn.Linear(64, 64, density=0.5), nn.Linear(64, 8)),
         (4, 64),
@@ -125,3 +191,14 @@ def test_features_that_leave_the_model_or_meet_a_weight_again_belong_to_no_group
 
     assert find_features(Leaks(None), torch.randn(4, 8)) == []
     assert find_features(ReadsWeight(nn.ReLU()), torch.randn(4, 8)) == []
+
+
+def test_heads_of_training_read_the_same_features():
+    model, x = Auxiliary(), torch.randn(4, 8)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    (group,) = find_features(model, x)
+    assert [port.name for port in group.consumers] == ["second", "auxiliary"]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())

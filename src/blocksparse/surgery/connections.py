@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .feature_trace import FeatureTrace, WeightAxis
+from .feature_trace import FeatureTrace, UntracedCalls, WeightAxis
 from .layer_rules import LAYER_RULES, trace_sparse_layers
-from .model_tools import evaluation_mode
+from .model_tools import evaluation_mode, parameter_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +96,31 @@ def find_features(model: nn.Module, *args: Any, **kwargs: Any) -> list[FeatureGr
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with evaluation_mode(model), torch.no_grad(), trace_sparse_layers(trace), trace:
-            outputs = model(*args, **kwargs)
+        with torch.no_grad(), trace_sparse_layers(trace), torch.compiler.set_stance("force_eager"):
+            with evaluation_mode(model), UntracedCalls(trace), trace:
+                trace.exclude(model(*args, **kwargs))
+            if trace.unseen:  # such as an auxiliary head, which is called in training only
+                _trace_in_training(trace, model, args, kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    trace.exclude(outputs)
     return _group_features(trace)
+
+
+def _trace_in_training(trace: FeatureTrace, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Follow a call in training mode too, if the model accepts it, and restore buffers and random states."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gpus = [parameter_device(model)] if parameter_device(model).type == "cuda" else []
+    try:
+        with torch.random.fork_rng(gpus), UntracedCalls(trace), trace:
+            trace.exclude(model.train()(*args, **kwargs))
+    except Exception:  # the user's module may raise anything, say because it needs labels in training
+        return
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
@@ -114,6 +133,10 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
     heads = np.zeros((len(trace.heads), trace.id_count), np.int64)
     for row, (ids, head) in zip(heads, trace.heads, strict=True):
         np.maximum.at(row, feature_of_id[ids], head + 1)
+    # A number for each feature, equal for those that the same functions computed.
+    history, generator = np.zeros(trace.id_count, np.int64), np.random.default_rng(0)
+    for ids in trace.touched_ids:
+        history[np.unique(feature_of_id[ids[ids >= 0]])] ^= generator.integers(2**63 - 1)
     axes = list(trace.axes.values())
     places = _places_of_features(axes, feature_of_id)
     groups: dict[Any, list[int]] = {}
@@ -122,7 +145,7 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
         attends = tuple((heads[:, feature] > 0).tolist())
         if not is_excluded[feature] and "out" in kinds and ("in" in kinds or any(attends)):
             line_counts = tuple((number, len(lines)) for number, lines in lines_by_axis.items())
-            groups.setdefault((line_counts, attends), []).append(feature)
+            groups.setdefault((line_counts, attends, int(history[feature])), []).append(feature)
     return [
         _make_group(axes, [places[feature] for feature in features], heads[:, features])
         for features in groups.values()

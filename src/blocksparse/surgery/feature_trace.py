@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Functions of each element; of tensors that broadcast, if there are several.
@@ -40,8 +41,13 @@ OF_SHAPE = frozenset(
     {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
     | {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
 )
-# Results of these are no tensors but depend on all elements.
-READING = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__"})
+# Functions that return no tensor and neither read nor write an element.
+METADATA = frozenset(
+    """
+    __get__ size dim ndimension numel nelement stride is_contiguous storage_offset element_size __len__ __hash__ type
+    get_device is_floating_point is_complex is_signed is_inference is_same_size result_type can_cast
+    """.split()  # noqa: SIM905
+)
 
 
 class WeightAxis:
@@ -90,11 +96,18 @@ class FeatureTrace(TorchFunctionMode):
         self.excluded_ids: list[np.ndarray] = []
         self.excluded_modules: set[nn.Module] = set()  # all features of their weights are excluded
         self.heads: list[tuple[np.ndarray, np.ndarray]] = []  # by call of attention: ids, and the head of each
+        self.touched_ids: list[np.ndarray] = []  # by function: the ids in its results
+        self.unseen = {id(parameter) for parameter in model.parameters()}
+        self.function_depth = 0  # of the torch functions being called
         self.sparse_depth = 0  # of the block-sparse layers being called; the functions they call are not followed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        self.function_depth += 1
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.function_depth -= 1
         if not self.sparse_depth:
             self.alive.append(result)
             self.follow(function, args, kwargs, result)
@@ -105,30 +118,43 @@ class FeatureTrace(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if (not results and name not in READING) or name in OF_SHAPE:
+        self.unseen.difference_update(map(id, tensors))
+        if (not results and name in METADATA) or name in OF_SHAPE:
             return
         rule = self.rules.get(function)
         if rule is not None and (ids := rule(self, *args, **kwargs)) is not None:
             self.ids[id(results[0])] = ids
-            return
+        elif not results or not self._label(function, args, kwargs, tensors, results):
+            self.exclude(tensors)
+        # A function of some features only, say of a chunk, makes them differ from the others.
+        self.touched_ids += [self.ids[id(each)].ravel() for each in results if id(each) in self.ids]
+
+    def _label(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> bool:
+        """Store the ids of a function's results. Return False if it is unknown or reads a weight."""
+        name = getattr(function, "__name__", "")
         labelled = [tensor for tensor in tensors if id(tensor) in self.ids]
-        if labelled and not any(id(tensor) in self.owners for tensor in tensors if tensor.numel() > 1):
-            if name in ELEMENTWISE:
-                self.ids[id(result)] = self._broadcast(tensors)
-                return
-            if name in CHANNELWISE and (ids := self._channel_ids(labelled[0], results)) is not None:
-                self.ids[id(result)] = ids
-                return
-            if name in SHAPING and self._move_ids(function, args, kwargs, results):
-                return
-        self.exclude(tensors)
+        is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        # What is written into a tensor without ids may be read through others that share its memory.
+        if not labelled or "out" in kwargs or (is_in_place and id(args[0]) not in self.ids):
+            return False
+        if any(id(tensor) in self.owners for tensor in tensors if tensor.numel() > 1):
+            return False
+        if name in ELEMENTWISE:
+            self.ids[id(results[0])] = self._broadcast(tensors)
+            return True
+        if name in CHANNELWISE and len(tensors) == 1 and _has_channels(name, args, kwargs):
+            ids = self._channel_ids(tensors[0], results)
+            if ids is not None:
+                self.ids[id(results[0])] = ids
+                return True
+        return name in SHAPING and self._move_ids(function, args, kwargs, results)
 
     def exclude(self, values: Any) -> None:
         """Exclude the features of tensors, and those of weights, from all groups."""
         for leaf in _tensors(values):
             if id(leaf) in self.ids:
                 self.excluded_ids.append(self.ids[id(leaf)].ravel())
-            if id(leaf) in self.owners:
+            if id(leaf) in self.owners and leaf.numel() > 1:  # not a counter of batches
                 module = self.owners[id(leaf)]
                 for axis in self.axes.values():
                     if axis.module is module:
@@ -212,25 +238,50 @@ class FeatureTrace(TorchFunctionMode):
         Return False if the results are not whole ids in the expected shapes.
         """
 
-        def ids_of(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(ids_of, value)) if type(value) in (list, tuple) else value
+        def call(power: int) -> list[Tensor]:
+            named = {key: ids_of(value, power) for key, value in kwargs.items()}
+            return tree_leaves(function(*ids_of(args, power), **named))
+
+        def ids_of(value: Any, power: int) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(ids_of(each, power) for each in value)
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             ids = torch.from_numpy(self.ids.get(id(value), np.full((1,) * value.dim(), -1)))
-            return ids.double().expand(value.shape)
+            return ids.double().pow(power).expand(value.shape).contiguous()  # which `view` accepts
 
-        moved = tree_leaves(function(*ids_of(args), **{key: ids_of(value) for key, value in kwargs.items()}))
+        moved = call(1)
         if [tuple(each.shape) for each in moved] != [tuple(each.shape) for each in results]:
+            return False
+        # Means of different features differ from the root of their mean square.
+        if not all(torch.equal(each.square(), square) for each, square in zip(moved, call(2), strict=True)):
             return False
         for each, result in zip(moved, results, strict=True):
             for dim in range(each.dim()):
                 first = each.narrow(dim, 0, 1)
                 each = first if bool((each == first).all()) else each
-            if not bool((each == each.round()).all()):
-                return False
             self.ids[id(result)] = each.long().numpy()
         return True
+
+
+class UntracedCalls(TorchDispatchMode):
+    """A mode that excludes features which reach an operation outside of torch's functions, say in `torch.jit`."""
+
+    def __init__(self, trace: FeatureTrace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.trace.function_depth and not self.trace.sparse_depth:
+            self.trace.exclude((args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+def _has_channels(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a function of channels leaves axis 1 alone: inputs have a batch, and pads are behind it."""
+    pads = kwargs["pad"] if "pad" in kwargs else args[1] if name == "pad" else ()
+    axes = int(name[-2]) if name.endswith("d") and name[-2].isdigit() else max(1, len(pads) // 2)
+    return bool(args) and args[0].dim() >= axes + 2
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
