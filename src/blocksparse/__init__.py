@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 
 from . import _requirements, nn, patterns, sparsity, topology  # noqa: F401  (checks versions first)
 from .compression import compress, from_zeros, tradeoff
-from .conversion import densify, load_sparsified, quantize, report, sparsify
+from .conversion import densify, load_sparsified, quantize, report, shrink, sparsify
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError, SparsityWarning
 from .integrations import export_onnx
@@ -49,6 +49,7 @@ __all__ = [
     "patterns",
     "quantize",
     "report",
+    "shrink",
     "sparsify",
     "sparsity",
     "to_dense",

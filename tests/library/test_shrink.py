@@ -1,0 +1,384 @@
+"""`shrink`: equal outputs of smaller models, and the reasons for units that stay."""
+
+import copy
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import blocksparse as bs
+
+ACTIVATIONS = [nn.ReLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Identity, lambda: nn.LeakyReLU(inplace=True)]
+BOTH = pytest.mark.parametrize("traced", ["example", "fx"])
+
+
+def prune_units(model, seed=0, share=0.4):
+    """Set rows, columns and a few gains of a model's layers to 0, and its statistics to random values."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(size):
+        return torch.rand(size, generator=draw) < share
+
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.running_mean.uniform_(-1, 1, generator=draw)
+                module.running_var.uniform_(0.5, 2, generator=draw)
+                module.bias.uniform_(-1, 1, generator=draw)
+                module.weight[some(module.num_features)] = 0
+            elif getattr(module, "weight", None) is not None and module.weight.dim() > 1:
+                module.weight[some(len(module.weight))] = 0
+                module.weight[:, some(module.weight.shape[1])] = 0
+    return model.eval()
+
+
+def check(model, x, example=True):
+    """Shrink a model, compare the outputs in float64, and return the smaller one."""
+    before = copy.deepcopy(model.state_dict())
+    small = bs.shrink(model, x if example else None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "the model stays"
+    with torch.no_grad():
+        expected = bs.densify(model).double()(x.double())
+        result = copy.deepcopy(small).double()(x.double())
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+    return small
+
+
+class Residual(nn.Module):
+    def __init__(self, body, join):
+        super().__init__()
+        self.body, self.join = body, join
+
+    def forward(self, x):
+        return self.join(self.body(x), x)
+
+
+def random_net(seed):
+    """Return a random network and inputs: layers, norms, activations, pools and residual connections."""
+    choose = random.Random(seed)
+    width, layers = choose.randint(2, 9), []
+    is_image = choose.random() < 0.6
+    start = width
+    for _ in range(choose.randint(2, 5)):
+        out, bias = choose.randint(1, 12), choose.random() < 0.7
+        norm = choose.random() < 0.4
+
+        def layer(inputs, outputs, bias=bias):
+            if not is_image:
+                return nn.Linear(inputs, outputs, bias)
+            kernel = choose.choice([1, 3])
+            return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2 * choose.randint(0, 1), bias=bias)
+
+        layers.append(layer(width, out))
+        if norm:
+            layers.append((nn.BatchNorm2d if is_image else nn.BatchNorm1d)(out))
+        layers.append(choose.choice(ACTIVATIONS)())
+        if choose.random() < 0.4:
+            same = nn.Linear(out, out) if not is_image else nn.Conv2d(out, out, 3, padding=1)
+            body = nn.Sequential(same, choose.choice(ACTIVATIONS[:4])())
+            layers.append(Residual(body, choose.choice([torch.add, torch.mul, lambda a, b: a + 2 * b])))
+        if is_image and choose.random() < 0.3:
+            layers.append(choose.choice([nn.MaxPool2d(2), nn.AvgPool2d(3, 2, padding=1), nn.Dropout2d()]))
+        width = out
+    if is_image:
+        layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, 3)]
+    return nn.Sequential(*layers), torch.randn(2, start, *(24, 24) * is_image)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.filterwarnings("ignore:shrink. these layers keep:blocksparse.SparsityWarning")
+def test_random_networks_compute_the_same(seed, traced):
+    torch.manual_seed(seed)
+    model, x = random_net(seed)
+    small = check(prune_units(model, seed), x, traced == "example")
+    assert sum(p.numel() for p in small.parameters()) <= sum(p.numel() for p in model.parameters()) + 60
+
+
+@BOTH
+def test_a_linear_network_loses_exactly_the_units_without_a_function(traced):
+    model = nn.Sequential(
+        nn.Linear(33, 40), nn.Sigmoid(), nn.Dropout(), nn.Linear(40, 20, bias=False), nn.Linear(20, 5)
+    )
+    with torch.no_grad():
+        model[0].weight[:7] = 0  # constants
+        model[3].weight[:, 5:12] = 0  # 5 more that nothing reads
+        model[3].weight[:3] = 0
+        model[4].weight[:, 2:4] = 0
+    small = check(model.eval(), torch.randn(4, 33), traced == "example")
+    assert [(type(each), each.in_features, each.out_features) for each in (small[0], small[3], small[4])] == [
+        (nn.Linear, 33, 28), (nn.Linear, 28, 16), (nn.Linear, 16, 5)
+    ]  # fmt: skip
+    assert small[0].weight.shape == (28, 33)
+    assert small[3].bias is not None, "for the constants"
+    assert torch.equal(check(small, torch.randn(4, 33))[0].weight, small[0].weight), "nothing is left to remove"
+
+
+def test_block_sparse_layers_become_small_dense_ones():
+    mask = torch.rand(8, 8) < 0.4
+    mask[2:5] = False
+    layout = bs.BlockLayout(mask, block_size=8)
+    model = nn.Sequential(bs.nn.Linear(64, 64, layout=layout, activation="gelu"), bs.nn.Linear(64, 10, density=0.9))
+    small = check(model.eval(), torch.randn(3, 64))
+    assert small[0][0].out_features <= 40
+    assert not any("blocksparse" in type(module).__module__ for module in small.modules())
+
+
+@BOTH
+def test_a_chain_of_removals_reaches_the_first_layer(traced):
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).eval()
+    with torch.no_grad():
+        model[3].weight[:, 1:] = 0
+        for layer in model[1:3]:
+            layer.weight.copy_(torch.eye(6))
+    small = check(model, torch.randn(3, 6), traced == "example")
+    assert [layer.out_features for layer in small] == [1, 1, 1, 6]
+
+
+def test_one_unit_stays_if_none_is_needed():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    nn.init.zeros_(model[0].weight)
+    small = check(model, torch.randn(2, 4))
+    assert small[0].out_features == small[2].in_features == 1
+    assert check(small, torch.randn(2, 4))[0].out_features == 1
+
+
+def test_a_padded_convolution_keeps_constants_other_than_0():
+    def net(bias, **padding):
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, **padding)).eval()
+        with torch.no_grad():
+            model[0].weight[2:6] = 0
+            model[0].bias.fill_(bias)
+        return model
+
+    x = torch.randn(2, 3, 6, 6)
+    with pytest.warns(bs.SparsityWarning, match="0: 4 of 8 units: they are constants that 2, padded or") as caught:
+        assert check(net(0.5, padding=1), x)[0].out_channels == 8
+    assert caught[0].filename == __file__
+    assert check(net(-0.5, padding=1), x)[0].out_channels == 4
+    assert check(net(0.5, padding="valid"), x)[0].out_channels == 4
+    assert check(net(0.5, padding=1, padding_mode="circular"), x)[0].out_channels == 4
+
+
+class Functions(nn.Module):
+    """Functions instead of modules, and an optional argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.up = nn.ConvTranspose2d(12, 10, 2, 2)
+        self.first, self.second = nn.Linear(10 * 36, 16), nn.Linear(16, 2)
+
+    def forward(self, x, scale=None):
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x)), inplace=True), 2)
+        x = F.avg_pool2d(self.up(x), 2).relu_()
+        x = x.view(x.size(0), -1) if scale is None else x.flatten(1) * scale
+        return self.second(F.dropout(0.5 * F.silu(self.first(x)), 0.5, self.training))
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:shrink. these layers keep:blocksparse.SparsityWarning")
+def test_functions_between_the_layers(traced):
+    model = prune_units(Functions())
+    small = check(model, torch.randn(2, 3, 12, 12), traced == "example")
+    assert small.conv.out_channels < 12
+    assert small.norm.num_features == small.conv.out_channels
+    assert small.up.out_channels < 10
+    assert small.first.in_features == 36 * small.up.out_channels
+    assert small.first.out_features < 16
+
+
+@BOTH
+def test_tensors_that_are_added_keep_a_unit_that_one_of_them_needs(traced):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(5, 6), nn.Linear(5, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(self.a(x) + self.b(x).relu())
+
+    model = Net().eval()
+    with torch.no_grad():
+        model.a.weight[:4] = 0
+        model.b.weight[2:] = 0
+        model.head.weight[:, 5] = 0
+    small = check(model, torch.randn(3, 5), traced == "example")
+    assert small.a.out_features == small.b.out_features == small.head.in_features == 3
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.shared(self.shared(self.first(x))))
+
+
+def with_tied_weights():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def with_a_mask():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
+    prune.ln_structured(model[0], "weight", 0.5, 2, 0)
+    return model
+
+
+def with_a_hook():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    return model
+
+
+class Reader(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + self[0].weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Twice, "shared: the model calls it several times"),
+        (with_tied_weights, "it shares a parameter with"),
+        (with_a_mask, "remove the parametrization first"),
+        (with_a_hook, "it has forward hooks"),
+        (lambda: Reader(nn.Linear(5, 5), nn.Linear(5, 2)), "also calls sum on its weight"),
+        (lambda: nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 2)), r"1 \(LayerNorm\) reads them"),
+        (lambda: nn.Sequential(nn.Linear(5, 5), nn.Softmax(-1), nn.Linear(5, 2)), r"1 \(Softmax\) reads them"),
+    ],
+    ids=["twice", "tied", "mask", "hook", "read", "layer-norm", "softmax"],
+)
+@BOTH
+def test_units_that_others_use_stay_and_are_named(make, reason, traced):
+    model, x = make().eval(), torch.randn(3, 5)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight[1:3] = 0
+                module.weight[:, 1:3] = 0
+    size = sum(p.numel() for p in model.parameters())
+    with pytest.warns(bs.SparsityWarning, match=reason):
+        small = bs.shrink(model, x if traced == "example" else None)
+    assert sum(p.numel() for p in small.parameters()) == size
+    torch.testing.assert_close(small(x), model(x))
+
+
+def test_control_flow_needs_an_example():
+    class Flow(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    model = Flow(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    nn.init.zeros_(model[0].weight[:5])
+    with pytest.raises(bs.BlockSparseError, match=r"torch\.fx cannot trace it .*: pass example="):
+        bs.shrink(model)
+    assert check(model, torch.randn(3, 5))[0].out_features == 3
+
+
+@pytest.mark.parametrize(
+    "example", [torch.randn(2, 5), (torch.randn(2, 5),), {"x": torch.randn(2, 5)}], ids=["tensor", "tuple", "dict"]
+)
+def test_forms_of_examples(example):
+    class Net(Residual):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 5)), torch.add)
+
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Net().eval()
+    nn.init.zeros_(model.body[0].weight[:4])
+    assert bs.shrink(model, example).body[0].out_features == 5
+
+
+def test_a_transformer_layer_loses_hidden_units():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.linear1.weight[:20] = 0
+    small = check(model, torch.randn(2, 5, 16))
+    assert [layer.linear2.in_features for layer in small.layers] == [12, 12]
+    assert small.layers[0].self_attn.embed_dim == 16
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_models_of_transformers_lose_hidden_units(kind):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "bert":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+        layers = [(each.intermediate.dense, each.output.dense) for each in model.encoder.layer]
+    else:
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **sizes)).eval()
+        layers = [(each.mlp.c_fc, each.mlp.c_proj) for each in model.transformer.h]
+    with torch.no_grad():
+        for first, second in layers:
+            (first.weight[:, :20] if kind == "gpt2" else first.weight[:20]).zero_()
+            (second.weight[30:40] if kind == "gpt2" else second.weight[:, 30:40]).zero_()
+            first.bias.uniform_()
+    tokens = torch.randint(50, (2, 7))
+    result = bs.shrink(model, {"input_ids": tokens})
+    torch.testing.assert_close(result(tokens)[0], model(tokens)[0], atol=1e-5, rtol=1e-5)
+    hidden = [
+        module.bias.numel() for name, module in result.named_modules() if name.endswith(("c_fc", "mediate.dense"))
+    ]
+    assert hidden == ([98, 98] if kind == "gpt2" else [34, 34])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_stay(dtype):
+    model = prune_units(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)).to(dtype))
+    small = bs.shrink(model, torch.randn(3, 16, dtype=dtype))
+    assert {each.dtype for each in small.parameters()} == {dtype}
+    assert small[0].out_features < 24
+
+
+def test_modes_and_frozen_weights_stay():
+    model = prune_units(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 2)))
+    model.train()
+    model[0].eval().requires_grad_(False)
+    small = bs.shrink(model, torch.randn(4, 6))
+    assert [small.training, small[0].training, small[1].training] == [True, False, True]
+    assert [each.requires_grad for each in small.parameters()] == [False, False, True, True, True, True]
+    small(torch.randn(4, 6)).sum().backward()
+
+
+def test_a_full_model_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2)).eval()
+    with warnings.catch_warnings(action="error"):
+        small = bs.shrink(model, torch.randn(0, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), small.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bs.shrink("net"), "model: expected a torch.nn.Module, got str"),
+        (lambda: bs.shrink(nn.Linear(4, 4), torch.randn(2, 5)), "example: expected inputs that the model accepts"),
+        (lambda: bs.shrink(bs.quantize(bs.nn.Linear(16, 16, density=0.5, block_size=8))), "8 bits cannot be shrunk"),
+    ],
+    ids=["no-module", "size", "8-bits"],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        call()
+
+
+def test_outputs_that_would_differ_are_refused():
+    class Sized(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x)) * self[0].weight.shape[0]
+
+    model = prune_units(Sized(nn.Linear(6, 30), nn.Linear(30, 2)))
+    with pytest.raises(bs.BlockSparseError, match="equal outputs on the example"):
+        bs.shrink(model, torch.randn(3, 6))
