@@ -285,3 +285,15 @@ def test_blocks_larger_than_the_weight_are_reported():
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
     with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters, 160 when dense"):
         bs.sparsify(model, 0.25, force=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_first_convolution_that_padding_slows_down_is_named():
+    layers = nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 128, 3) for _ in range(4)), nn.Linear(100, 32)
+    model = nn.ModuleList(layers)
+    with pytest.warns(
+        bs.SparsityWarning, match=r"^sparsify: the blocks .*\n  0.weight: stores 9,216 .* 1,728 when"
+    ) as caught:
+        bs.sparsify(model, 0.5, scope="layer", force=True)
+    assert str(caught[0].message).count("when dense") == 1
+    bs.sparsify(model, 0.5, scope="layer", force=True, skip="0")
