@@ -1,6 +1,7 @@
 """Export a block-sparse model: for ONNX runtimes, and for AOT-Inductor in Python and C++.
 
-- ONNX: dense weights, with zeros in place of missing blocks. Any ONNX runtime loads it.
+- ONNX: a Gather and a MatMul for each class of rows of blocks. Any ONNX runtime loads it. Without sparse="gather" the
+  weights are dense, with zeros in place of missing blocks.
 - AOT-Inductor of the block-sparse model: full speed, but only in Python programs that import blocksparse first. The
   ops are registered from Python; C++ does not find them ("Could not find schema for blocksparse::linear").
 - AOT-Inductor of the densified model: contains no op of this library. C++ loads it with libtorch alone:
@@ -24,7 +25,8 @@ model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).eval()
 model = bs.sparsify(model, density=0.25, force=True)
 x = torch.randn(8, 256)
 
-file = bs.export_onnx(model, x, folder / "model.onnx", dynamic_shapes=({0: "batch"},))  # checked with onnxruntime
+batch = ({0: "batch"},)
+file = bs.export_onnx(model, x, folder / "model.onnx", dynamic_shapes=batch, sparse="gather")  # checked
 print(f"wrote {file}")
 with torch.no_grad():
     for name, net in (("sparse", model), ("dense", bs.densify(model))):

@@ -195,3 +195,83 @@ def test_the_export_of_torch_names_ours(kind, dynamo, tmp_path):
         model, x = Tagger(partial(bs.nn.LSTM, density=0.5, block_size=8)), torch.randn(3, 2, 16)
     with pytest.raises(Exception, match=r"torch\.onnx\.export: expected blocksparse\.export_onnx\(model, args, file\)"):
         torch.onnx.export(model.eval(), (x,), str(tmp_path / "m.onnx"), dynamo=dynamo)
+
+
+def kernel(channels, out, **options):
+    return bs.nn.Conv2d(channels, out, 1, density=0.4, block_size=8, **options)
+
+
+def uneven_layout():
+    """Return a layout with empty rows, a full row and rows of several lengths."""
+    mask = torch.rand(9, 7) < torch.linspace(0, 1, 9).unsqueeze(1)
+    mask[0], mask[4], mask[8] = False, False, True
+    return bs.BlockLayout(mask, block_size=(8, 16))
+
+
+GATHERED = {
+    "padded": (lambda: bs.nn.Linear(33, 50, density=0.5, block_size=16), (5, 33)),
+    "uneven": (lambda: bs.nn.Linear(112, 72, layout=uneven_layout(), bias=False), (5, 112)),
+    "empty": (lambda: bs.nn.Linear(32, 16, density=0, block_size=8), (5, 32)),
+    "3-D": (lambda: bs.nn.Linear(64, 48, density=0.3, block_size=8, activation="gelu"), (5, 3, 64)),
+    "1x1": (lambda: kernel(32, 24), (5, 32, 6, 4)),
+    "1x1-no-bias": (lambda: kernel(20, 12, bias=False), (5, 20, 3, 2)),
+}
+
+
+@pytest.mark.filterwarnings("error:.*:blocksparse.SparsityWarning")
+@pytest.mark.parametrize("kind", GATHERED)
+def test_gathers_compute_the_same_for_any_batch(kind, tmp_path):
+    make, shape = GATHERED[kind]
+    model, batch = nn.Sequential(make(), nn.ReLU()), ({0: "batch"},)
+    path = bs.export_onnx(model, torch.randn(shape), tmp_path / "m.onnx", dynamic_shapes=batch, sparse="gather")
+    assert type(model[0]).__module__.startswith("blocksparse.nn"), "the model stays as it is"
+    for tokens in (5, 1, 0, 40):
+        check(path, model, torch.randn(tokens, *shape[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gathers_of_other_dtypes(dtype, tmp_path):
+    model = nn.Sequential(bs.nn.Linear(64, 48, density=0.5, block_size=8), bs.nn.Linear(48, 32, density=0.5)).to(dtype)
+    path = bs.export_onnx(model, torch.randn(3, 64, dtype=dtype), tmp_path / "m.onnx", sparse="gather")
+    assert path.exists()
+
+
+def test_gathers_make_the_size_follow_the_density(tmp_path):
+    net = nn.Sequential(*(bs.nn.Linear(1024, 1024, density=0.1) for _ in range(2)))
+    x = torch.randn(2, 1024)
+    dense = bs.export_onnx(net, x, tmp_path / "dense.onnx", check=False).stat().st_size
+    assert bs.export_onnx(net, x, tmp_path / "m.onnx", sparse="gather").stat().st_size < 0.12 * dense
+
+
+def test_gathers_serve_a_layer_that_is_used_twice(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = self.same = bs.nn.Linear(512, 512, density=0.25)
+
+        def forward(self, x):
+            return self.same(self.layer(x))
+
+    model, x = Twice(), torch.randn(2, 512)
+    path = bs.export_onnx(model, x, tmp_path / "m.onnx", sparse="gather")
+    check(path, model, x)
+    assert path.stat().st_size < 1.3 * 4 * model.layer.values.numel()
+
+
+def test_gathers_name_the_layers_that_stay_dense(tmp_path):
+    model = nn.Sequential(
+        bs.nn.Conv2d(16, 16, 3, padding=1, density=0.5, block_size=8), kernel(16, 32), nn.Flatten(),
+        bs.nn.Linear(128, 64, density=0.5, block_size=4), bs.nn.GatedMLP(64, 64, density=0.5, block_size=16),
+        nn.Linear(64, 4),
+    )  # fmt: skip
+    x = torch.randn(3, 16, 2, 2)
+    with pytest.warns(bs.SparsityWarning, match=r"stores dense weights.*blocks from 8 x 8, not 0, 3, 4\.") as caught:
+        path = bs.export_onnx(model, x, tmp_path / "m.onnx", sparse="gather")
+    assert caught[0].filename == __file__
+    check(path, model, x)
+
+
+@pytest.mark.parametrize("sparse", ["dense", True, 1])
+def test_other_forms_of_sparse_weights_are_refused(sparse, tmp_path):
+    with pytest.raises(bs.BlockSparseError, match='sparse: expected "gather", or None for dense weights, got'):
+        bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx", sparse=sparse)

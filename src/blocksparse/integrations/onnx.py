@@ -1,4 +1,4 @@
-"""Exports models to ONNX, which has no block-sparse product: weights are stored dense, with zeros."""
+"""Exports models to ONNX, with dense weights or with gathers of stored blocks, as it has no block-sparse product."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from ..checked import is_int
 from ..conversion.densify import densify
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import MAX_NAMED, BlockSparseError, SparsityWarning
 from ..files import path_of
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
-from ..surgery.model_tools import evaluation_mode
+from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.replace import replace_modules
+from .onnx_gather import with_gathers
 
 # An ONNX file holds at most 2 GiB; if the weights have more bytes than this, they go into a second file.
 MAX_IN_FILE = 3 << 29
@@ -48,11 +49,14 @@ def export_onnx(
     output_names: list[str] | None = None,
     opset: int | None = None,
     check: bool = True,
+    sparse: str | None = None,
 ) -> Path:
     """Write a model, block-sparse or not, as an ONNX file that any ONNX runtime can run.
 
-    The file has the weights of `densify`: it computes the same as the model in evaluation mode, at the cost of a dense
-    model. Recurrent layers become ONNX's LSTM, GRU and RNN, for any number of time steps. The model stays as it is.
+    By default the file has the weights of `densify`: it computes the same as the model in evaluation mode, at the cost
+    of a dense model. `sparse="gather"` writes stored blocks only: a block-sparse linear layer becomes a Gather of its
+    inputs and a batched MatMul for each class of rows with similarly many blocks. Recurrent layers become ONNX's LSTM,
+    GRU and RNN, for any number of time steps. The model stays as it is.
 
     Args:
         model: any module that `torch.onnx.export` accepts once it is dense.
@@ -64,9 +68,11 @@ def export_onnx(
         opset: the version of ONNX's operators in the file, 18 to 23 (default: the one that PyTorch writes).
         check: whether to run the file on `args` and compare it with the model, if onnxruntime is installed (default
             True). bfloat16 is not compared, as onnxruntime does not run it on CPUs.
+        sparse: "gather" for linear layers and 1 x 1 convolutions with blocks of at least 8 x 8: their size and time in
+            the file follow the density. Other block-sparse layers stay dense there. None, the default, for all dense.
 
     Returns:
-        The path. A SparsityWarning reports the file's size if block-sparse weights are dense in it.
+        The path. A SparsityWarning reports the file's size and the layers if block-sparse weights are dense in it.
 
     Raises:
         BlockSparseError: onnx or onnxscript is not installed; a module without a counterpart in ONNX
@@ -74,7 +80,8 @@ def export_onnx(
             that PyTorch cannot export; a file that computes something else, which is then removed.
 
     Example:
-        bs.export_onnx(sparse, torch.randn(1, 256), "model.onnx", dynamic_shapes=({0: "batch"},))
+        x, batch = torch.randn(1, 256), ({0: "batch"},)
+        bs.export_onnx(model, x, "model.onnx", dynamic_shapes=batch, sparse="gather")
     """
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
@@ -87,6 +94,8 @@ def export_onnx(
     if opset is not None and not (is_int(opset) and opset in OPSETS):
         expected = f"an int from {OPSETS.start} to {OPSETS.stop - 1}, or None for the one that PyTorch writes"
         raise BlockSparseError.expected("opset", expected, repr(opset))
+    if sparse not in (None, "gather"):
+        raise BlockSparseError.expected("sparse", '"gather", or None for dense weights', repr(sparse))
     if quantized := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
         raise BlockSparseError(
             f"model: layers in 8 bits cannot be exported to ONNX ({', '.join(quantized[:3])}): export the model before "
@@ -96,7 +105,9 @@ def export_onnx(
     named = dict(args) if isinstance(args, Mapping) else {}
     # The exporter would merge two arguments that are the same tensor into one input.
     positional, named = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (positional, named))
-    dense = _exportable(densify(model).eval())
+    changed = with_gathers(copy_model(model)) if sparse else model
+    left = {name or "it": module for name, module in changed.named_modules() if isinstance(module, BlockSparseModule)}
+    dense = _exportable(densify(changed, inplace=changed is not model).eval())
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*dense.parameters(), *dense.buffers()))
     try:
         with _quiet(), torch.no_grad():
@@ -122,25 +133,35 @@ def export_onnx(
             for written in (path, path.with_name(path.name + ".data")):
                 written.unlink(missing_ok=True)
             raise
-    _warn_of_dense_weights(model, path)
+    _warn_of_dense_weights(left, path, sparse)
     return path
 
 
-def _warn_of_dense_weights(model: nn.Module, path: Path) -> None:
-    """Warn, with the file's size, if block-sparse weights are dense in it."""
-    sparse = {id(module): module for module in model.modules() if isinstance(module, BlockSparseModule)}
-    stored = sum(module.values.nbytes for module in sparse.values())
-    dense = sum(module.weight.nbytes for module in sparse.values())
-    if dense > stored:
-        files = [each for each in (path, path.with_name(path.name + ".data")) if each.exists()]
-        size = sum(each.stat().st_size for each in files)
-        warnings.warn(
-            f"{path} stores dense weights, with zeros for absent blocks: {size / 1e6:.3g} MB. The block-sparse weights "
-            f"take {dense / 1e6:.3g} MB of it instead of {stored / 1e6:.3g} MB, and run as slowly as dense ones. To "
-            "run them sparse, deploy the model itself, or its torch.export program",
-            SparsityWarning,
-            stacklevel=3,
-        )
+def _warn_of_dense_weights(left: Mapping[str, BlockSparseModule], path: Path, sparse: str | None) -> None:
+    """Warn, with the file's size, if block-sparse weights are dense in it.
+
+    Args:
+        left: the block-sparse modules with dense weights in the file, by name.
+        path: the file.
+        sparse: the argument of `export_onnx`.
+    """
+    stored = sum(module.values.nbytes for module in left.values())
+    dense = sum(module.weight.nbytes for module in left.values())
+    if dense <= stored:
+        return
+    files = [each for each in (path, path.with_name(path.name + ".data")) if each.exists()]
+    size = sum(each.stat().st_size for each in files)
+    advice = 'To store linear layers sparse, pass sparse="gather". To run all layers sparse, deploy the model itself, '
+    advice += "or its torch.export program"
+    if sparse:
+        names = f"{', '.join(list(left)[:MAX_NAMED])}{', ...' if len(left) > MAX_NAMED else ''}"
+        advice = f"sparse={sparse!r} serves linear layers and 1 x 1 convolutions with blocks from 8 x 8, not {names}"
+    warnings.warn(
+        f"{path} stores dense weights, with zeros for absent blocks: {size / 1e6:.3g} MB. The block-sparse weights "
+        f"take {dense / 1e6:.3g} MB of it instead of {stored / 1e6:.3g} MB, and run as slowly as dense ones. {advice}",
+        SparsityWarning,
+        stacklevel=3,
+    )
 
 
 @contextmanager
