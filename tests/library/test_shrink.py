@@ -246,7 +246,7 @@ class Reader(nn.Sequential):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Twice, "shared: the model calls it several times"),
+        (Twice, "shared: 2 of 5 units: the model calls it several times"),
         (with_tied_weights, "it shares a parameter with"),
         (with_a_mask, "remove the parametrization first"),
         (with_a_hook, "it has forward hooks"),

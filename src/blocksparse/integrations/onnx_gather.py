@@ -74,8 +74,9 @@ class GatherLinear(nn.Module):
             weight, columns = _padded_rows(layout, values, rows)
             self.register_buffer(f"weight{number}", weight)
             self.register_buffer(f"columns{number}", columns)
-        order = torch.from_numpy(np.argsort(np.concatenate(classes), kind="stable")).to(values.device)
-        self.register_buffer("order", None if self.classes == 1 else order)
+        order = np.argsort(np.concatenate(classes), kind="stable")
+        is_sorted = bool((order == np.arange(order.size)).all())
+        self.register_buffer("order", None if is_sorted else torch.from_numpy(order).to(values.device))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return activation(input W^T + bias)."""
@@ -92,7 +93,8 @@ class GatherLinear(nn.Module):
             columns: Any = getattr(self, f"columns{number}")
             rows.append(weight @ x.index_select(0, columns).reshape(weight.shape[0], weight.shape[2], -1))
         order: Any = self.order
-        y = rows[0] if order is None else torch.cat(rows).index_select(0, order)
+        y = rows[0] if self.classes == 1 else torch.cat(rows)
+        y = y if order is None else y.index_select(0, order)
         y = y.reshape(self.grid[0] * self.block[0], -1)
         if self.grid[0] * self.block[0] != self.outputs:
             y = y[: self.outputs]
@@ -115,7 +117,7 @@ def classes_of_rows(counts: np.ndarray, cost: float) -> list[np.ndarray]:
         The indices of the rows of each class.
 
     >>> import numpy as np
-    >>> [rows.tolist() for rows in classes_of_rows(np.array([3, 9, 0, 3, 8]), cost=2)]
+    >>> [rows.tolist() for rows in classes_of_rows(np.array([3, 9, 0, 3, 8]), cost=1)]
     [[2], [0, 3], [4, 1]]
     """
     order = np.argsort(counts, kind="stable")

@@ -315,7 +315,7 @@ def _reasons_of_modules(model: nn.Module, trace: Trace, names: dict[nn.Module, s
     for call in trace.calls:
         for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
             for module in owners.get(leaf, ()) if isinstance(leaf, Tensor) else ():
-                reasons[module] = f"the model also calls {call.name} on its weight"
+                reasons.setdefault(module, f"the model also calls {call.name} on its weight")
         if isinstance(call.target, nn.Module) and not is_layer(call.target):
             inner = list(call.target.modules())[1:]
             reasons |= dict.fromkeys(inner, f"it belongs to {names[call.target]}")
