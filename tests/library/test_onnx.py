@@ -265,7 +265,7 @@ def test_gathers_name_the_layers_that_stay_dense(tmp_path):
         nn.Linear(64, 4),
     )  # fmt: skip
     x = torch.randn(3, 16, 2, 2)
-    with pytest.warns(bs.SparsityWarning, match=r"stores dense weights.*blocks from 8 x 8, not 0, 3, 4\.") as caught:
+    with pytest.warns(bs.SparsityWarning, match=r"stores dense weights.*blocks from 8 x 8, not 0, 3$") as caught:
         path = bs.export_onnx(model, x, tmp_path / "m.onnx", sparse="gather")
     assert caught[0].filename == __file__
     check(path, model, x)
