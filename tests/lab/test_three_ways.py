@@ -89,6 +89,14 @@ def test_the_time_limit_stops_it():
     assert [entry.done for entry in comparison.entries.values()] == [5, 5, 5]
     assert comparison.comparable
     assert not comparison.complete
+    assert "dense (5 of " in comparison.shortfall
+
+
+def test_the_shortfall_names_the_way_that_did_not_start():
+    comparison = trained(TINY)
+    assert not comparison.shortfall
+    del comparison.entries[SPARSIFIED]
+    assert comparison.shortfall == "Training ended before the dense net was made sparse, so only two ways are shown."
 
 
 def test_more_steps_than_batches_repeat_the_batches(monkeypatch):

@@ -87,7 +87,7 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     facts = machine() | {"load before": round(load, 2)}
     story = page.Story(facts, seed)
     console.print("[bold]blocksparse demo[/]")
-    say(console, f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", "dim")
+    say(console, f"{facts['cpu']}, {facts['isa']}, threads: {facts['threads']}", "dim")
     if load > 0.5:
         say(console, f"Other programs are running (load {load:.1f}), so times are less certain.", "yellow")
     try:
@@ -146,8 +146,8 @@ def _train(console: Console, story: Story, data: Data, settings: Settings) -> No
     if not comparison.comparable:
         return
     story.comparison = comparison
-    if not comparison.complete:
-        say(console, "Training stopped before its end, so accuracies are lower than they could be.", "yellow")
+    if comparison.shortfall:
+        say(console, comparison.shortfall, "yellow")
     console.print(_plot(console, comparison))
     console.print(f"\n[bold]{headline(comparison)}[/]\n", highlight=False)
     head = [f"[{color}]{name}[/]" for color, name in zip(COLORS, comparison.ways, strict=False)]

@@ -169,6 +169,15 @@ class ThreeWays:
         """Whether every net finished its training."""
         return len(self.entries) == 4 and all(entry.done == entry.steps for entry in self.entries.values())
 
+    @property
+    def shortfall(self) -> str:
+        """A sentence that says which nets did not finish their training, or "" if all did."""
+        stopped = [f"{e.name} ({e.done} of {e.steps} steps)" for e in self.entries.values() if e.done < e.steps]
+        if stopped:
+            return f"These nets stopped early and could be more accurate: {', '.join(stopped)}."
+        missing = "Training ended before the dense net was made sparse, so only two ways are shown."
+        return "" if self.complete else missing
+
     def train(self) -> Iterator[Entry]:
         """Train; yield the entry of each turn, until the time limit.
 
