@@ -27,7 +27,7 @@ setup: .venv/installed
 
 .venv/demo .venv/installed: $(SOURCES)
 	@$(PYTHON) .ci/check_machine.py
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(call announced,Installing PyTorch and the build tools,$(PIP) torch scikit-build-core nanobind cmake ninja)
 	$(call announced,Compiling the core ($(SETS) instruction sets) and installing the packages of [$(EXTRA)],\
 		$(PIP) --no-build-isolation --editable ".[$(EXTRA)]" --config-settings=cmake.define.BLOCKSPARSE_SETS=$(SETS))
