@@ -161,7 +161,7 @@ class CompressionRun:
         """
         budget, is_last = self.training.budget, end == 1.0
         if sparse_modules(self.student) == self.sparse_before:
-            self._begin(density, is_last=is_last)
+            self._sparsify_dense(density, is_last=is_last)
         drops: list[Drop] = []
         before = self._density()
         if before > density * (1 + DENSITY_TOLERANCE):
@@ -191,7 +191,7 @@ class CompressionRun:
             )
         self._finish_stage()
 
-    def _begin(self, density: float, *, is_last: bool) -> None:
+    def _sparsify_dense(self, density: float, *, is_last: bool) -> None:
         """Make the dense student block-sparse, and fit another copy in one shot if the budget allows."""
         budget, dense_student = self.training.budget, self.student
         begin = budget.elapsed

@@ -96,7 +96,7 @@ class QuantizedLSTM(Recurrent):
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
-        """Run one layer in one direction; see `Recurrent._run`."""
+        """Run one layer in one direction over all steps, with int8 weights; arguments are those of `Recurrent._run`."""
         check_inference(x=x, h=h, c=c)
         if x.dtype not in DTYPES:
             raise BlockSparseError.expected("input", f"one of {', '.join(map(str, DTYPES))}", x.dtype)

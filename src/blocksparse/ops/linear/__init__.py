@@ -106,7 +106,7 @@ def _product(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
     gate: Tensor | None, transpose: bool,
 ) -> Tensor:  # fmt: skip
-    """Check the arguments of both products and call the fastest way that can serve them."""
+    """Compute the product of x and the weight, or its transpose, by the fastest path that supports the arguments."""
     usual = gate is None and isinstance(layout, BlockLayout) and x is not None and values is not None
     direct = usual and can_bypass_dispatcher(x, values, bias, plain_call=True)
     if not direct:
