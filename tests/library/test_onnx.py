@@ -158,6 +158,12 @@ def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_of_the_disk_names_the_file(tmp_path):
+    file = tmp_path / "missing" / "model.onnx"
+    with pytest.raises(bs.BlockSparseError, match=r"file: expected a file that can be written, got .*missing"):
+        bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), file)
+
+
 @pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.full), None])
 def test_the_opset_is_that_of_the_file(opset, tmp_path):
     model, x = sparse(nn.Sequential(nn.Linear(24, 16), nn.ReLU())), torch.randn(3, 24)

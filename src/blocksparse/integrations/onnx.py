@@ -77,7 +77,8 @@ def export_onnx(
     Raises:
         BlockSparseError: onnx or onnxscript is not installed; a module without a counterpart in ONNX
             (MultiplicativeLSTM, SmallWorldLSTM, LSTMs with projections, packed sequences, layers in 8 bits); a model
-            that PyTorch cannot export; a file that computes something else, which is then removed.
+            that PyTorch cannot export; a file that cannot be written, or one that computes something else, which is
+            then removed.
 
     Example:
         x, batch = torch.randn(1, 256), ({0: "batch"},)
@@ -124,6 +125,8 @@ def export_onnx(
             cause = cause.__cause__
         if isinstance(cause, BlockSparseError):
             raise cause from error
+        if isinstance(cause, OSError):
+            raise BlockSparseError.expected("file", "a file that can be written", f"{path} ({cause})") from error
         got = f"{type(cause).__name__}: {str(cause).strip()}"
         raise BlockSparseError.expected("model", "a model that torch.onnx.export accepts", got[:500]) from error
     if check:
