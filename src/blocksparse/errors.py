@@ -30,6 +30,7 @@ class Page(StrEnum):
     LAYOUTS = "help(blocksparse.BlockLayout)"
     SPARSIFY = "help(blocksparse.sparsify)"
     CALIBRATE = "help(blocksparse.sparsity.reconstruct)"
+    COMPRESS = "help(blocksparse.compress)"
     PRUNE = "help(blocksparse.sparsity.GradualPruning)"
     SPARSE_TRAINING = "help(blocksparse.sparsity.RigL)"
     TENSOR_PARALLEL = "help(blocksparse.distributed.parallelize_module)"

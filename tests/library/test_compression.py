@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import blocksparse as bs
 from blocksparse.compression import stages, training
@@ -368,7 +369,11 @@ class Detached(Classifier):
 BAD = [
     ({"data": [torch.randn(8, 32)]}, "data: expected two batches or more"),
     ({"data": torch.randn(8, 32)}, r"data: expected an iterable of batches.*x\.split"),
-    ({"data": [torch.randn(8, 5)] * 3}, "a batch of"),
+    ({"data": TensorDataset(torch.randn(8, 32))}, r"data: expected an iterable of batches.*DataLoader\(dataset"),
+    (
+        {"data": [torch.randn(8, 5)] * 3},
+        r"data: expected batches of the model's arguments.*a batch of .*help\(.*compress",
+    ),
     ({"data": [torch.full((8, 32), torch.nan)] * 3}, "teacher: expected finite outputs"),
     (
         {"data": [torch.randn(8, 32)] * 3 + [torch.full((8, 32), torch.nan)] + [torch.randn(8, 32)] * 8, "steps": 1},

@@ -121,7 +121,7 @@ class BatchReader:
         try:
             return model(*args, **kwargs)
         except Exception as error:  # the user's module may raise anything
-            raise batch_error(model, batch, error) from error
+            raise batch_error(model, batch, error, with_label=True) from error
 
     def output_kind(self, model: nn.Module, batch: Any, *, warn: bool = False) -> str:
         """Return how to compare outputs: "kl" if the batch has a tensor that could be their classes, else "auto".

@@ -364,7 +364,7 @@ class _Agreement:
         try:
             targets = self.distillation.run_teacher(*args, **kwargs)
         except Exception as error:  # the user's module may raise anything
-            raise batch_error(self.distillation.teacher, batch, error) from error
+            raise batch_error(self.distillation.teacher, batch, error, with_label=True) from error
         if not all(bool(each.isfinite().all()) for each in targets.tensors.values()):
             expected = "batches for which the model returns finite numbers"
             raise BlockSparseError.expected("data", expected, "inf or nan in its outputs")

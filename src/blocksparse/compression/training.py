@@ -134,7 +134,7 @@ class Training:
         except BlockSparseError:
             raise
         except Exception as error:  # the user's module may raise anything
-            raise batch_error(self.distillation.teacher, batch, error) from error
+            raise batch_error(self.distillation.teacher, batch, error, with_label=True) from error
         for name, tensor in (*targets.tensors.items(), *targets.hidden.items()):
             if not tensor.isfinite().all():
                 got = f"inf or nan in {name} for {'held-out ' * held_out}batch {index}"
@@ -171,7 +171,7 @@ class Training:
             try:
                 result = self.distillation.run_student(*args, **kwargs)
             except Exception as error:  # the user's module may raise anything
-                raise batch_error(self.student, self.data.held_out[0], error) from error
+                raise batch_error(self.student, self.data.held_out[0], error, with_label=True) from error
         check_same_outputs(result.tensors, self.targets(0, held_out=True).tensors)
         seen = set[Any]()
         for held_out, batches in ((False, self.data.train), (True, self.data.held_out)):

@@ -35,7 +35,10 @@ class SkipBatch(Exception):
 def check_batches(batches: Any, argument: str = "batches") -> None:
     """Raise a BlockSparseError that names the argument unless this may be an iterable of batches, not one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
-        expected = "an iterable of batches, such as x.split(32): tensors, tuples or dicts of the model's arguments"
+        expected = (
+            "an iterable of batches, such as x.split(32) or DataLoader(dataset, batch_size=32): tensors, tuples or "
+            "dicts of the model's arguments"
+        )
         raise BlockSparseError.expected(argument, expected, type(batches).__name__)
 
 
@@ -136,8 +139,15 @@ def count_positional(model: nn.Module) -> int | None:
     )
 
 
-def batch_error(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
-    """Return the error that names the batch's shapes and the innermost module that failed."""
+def batch_error(model: nn.Module, batch: Any, error: Exception, *, with_label: bool = False) -> BlockSparseError:
+    """Return the error that names the batch's shapes and the innermost module that failed.
+
+    Args:
+        model: the model that failed.
+        batch: the batch that it failed on.
+        error: what it raised.
+        with_label: whether the batch is of the data of `compress` or `tradeoff`, which may have a label.
+    """
     names = {module: name for name, module in model.named_modules()}
     inside = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -145,6 +155,9 @@ def batch_error(model: nn.Module, batch: Any, error: Exception) -> BlockSparseEr
         if isinstance(owner, nn.Module):
             inside = names.get(owner, inside)
     got = f"a batch of {describe(batch)}, on which {inside or type(model).__name__} fails: {error}"
+    if with_label:
+        expected = "batches of the model's arguments, and at most one label after them"
+        return BlockSparseError.expected("data", expected, got, Page.COMPRESS)
     return BlockSparseError.expected("batches", "the model's inputs, without labels", got, Page.CALIBRATE)
 
 
