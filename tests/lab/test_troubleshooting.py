@@ -120,7 +120,7 @@ MISTAKES = {
     "batches: expected the model": lambda: bs.sparsify(dense(), 0.5, 16, data=[torch.randn(4, 5)]),
     "data: expected batches of the model's arguments": lambda: bs.compress(dense(), [torch.randn(4, 5)] * 2, steps=1),
     "data: expected an iterable of batches": lambda: bs.sparsify(dense(), 0.5, 16, data=torch.randn(4, 64)),
-    "batches: expected one": lambda: bs.sparsify(dense(), 0.5, 16, data=[]),
+    "data: expected one": lambda: bs.sparsify(dense(), 0.5, 16, data=[]),
     "model: expected a block-sparse": lambda: bs.quantize(dense()),
     "model: layers in 8 bits": lambda: bs.report(bs.quantize(sparse())),
     "finish() called after": lambda: step(pruning(dense()), 20, finish=True),
