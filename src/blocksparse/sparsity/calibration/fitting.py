@@ -69,6 +69,7 @@ class Problem:
         height = self.block[0]
         hessian, target = self._normal_equations()
         mask = torch.zeros(self.grid, dtype=torch.bool, device=target.device)
+        # Scores of the target W H, not of W, so that inputs with much energy count more.
         counts = block_counts(target, hessian, self.block, total, parts if self.grid[0] % parts == 0 else 1)
         for row, count in enumerate(counts.tolist()):
             rows = slice(row * height, (row + 1) * height)
@@ -203,13 +204,15 @@ class Problem:
 def block_counts(weight: Tensor, hessian: Tensor, block: tuple[int, int], total: int, parts: int = 1) -> Tensor:
     """Return how many of `total` blocks each row gets by the optimal brain surgeon's scores, int64 `[out_blocks]`.
 
-    Each of several equal `parts` of the rows gets at least half of an equal share, rounded down.
+    Each row, and each of several equal `parts` of the rows, gets at least half of an equal share, rounded down. The
+    scores do not know that one block of a row may replace the others, so they could leave a row without any.
     """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     scores = weight.square() / inverse.diagonal()
     scores = scores.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).sum((1, 3))
-    of_parts = scores.view(parts, -1)
-    of_parts.scatter_(1, of_parts.topk(int(MIN_FRACTION * total / parts), 1).indices, torch.inf)
+    for groups in (len(scores), parts):
+        of_groups = scores.view(groups, -1)
+        of_groups.scatter_(1, of_groups.topk(int(MIN_FRACTION * total / groups), 1).indices, torch.inf)
     best = scores.flatten().argsort(descending=True, stable=True)[:total]
     return torch.bincount(best // scores.shape[1], minlength=scores.shape[0])
 

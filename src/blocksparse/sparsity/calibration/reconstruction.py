@@ -90,10 +90,11 @@ def reconstruct(
 
     Notes:
         A weight V in place of W has the error |X V^T - Y|^2 + damping mean(diag(X^T X)) |V - W|^2. The number of blocks
-        in each row of blocks follows from the optimal brain surgeon's score, sum w_ij^2 / (H^-1)_jj with H = X^T X +
-        damping. Queries, keys and values get at least half of an equal share each. The row then takes, again and again,
-        the block that reduces the error most. Values are the exact least-squares solution. Recurrent layers are fitted
-        with ten times the damping, then by gradient descent to the states of the dense layer over whole sequences.
+        in each row of blocks follows from the optimal brain surgeon's score, sum t_ij^2 / (H^-1)_jj with H = X^T X +
+        damping, for targets T = W H. Each row gets at least half of an equal share, and so do queries, keys and values
+        each. The row then takes, again and again, the block that reduces the error most. Values are the exact
+        least-squares solution. Recurrent layers are fitted with ten times the damping, then by gradient descent to the
+        states of the dense layer over whole sequences.
 
         At most 10,000 rows (tokens, positions or steps) and 256 MiB of a layer's inputs are used, the same in each run.
         Up to 4,608 inputs (times taps), the score costs one inversion of H, and a row of blocks (in) (kept in)^2
