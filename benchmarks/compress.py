@@ -162,7 +162,7 @@ def resnet(data: Path | None) -> Task:
 def vit(data: Path | None) -> Task:
     """CIFAR-10 with a vision transformer of width 256."""
     train, test = _image_batches("cifar10", data, 64, 30_000)
-    return Task(lambda divisor: ViT(4 * round(64 / divisor)), train, test[:40], epochs=2.5)
+    return Task(lambda divisor: ViT(4 * round(64 / divisor)), train, test[:40], epochs=1)
 
 
 def _byte_batches(data: Path | None, length: int, batch: int, count: int) -> tuple[Batches, Batches]:
@@ -194,7 +194,7 @@ def lstm(data: Path | None) -> Task:
     def make(divisor: float) -> nn.Module:
         return Sequences("lstm", round(512 / divisor), 2)
 
-    return Task(make, train, test, epochs=1, in_bits=True, rate=2e-3)
+    return Task(make, train, test, epochs=0.5, in_bits=True, rate=2e-3)
 
 
 def bert(data: Path | None) -> Task:
@@ -214,7 +214,7 @@ def bert(data: Path | None) -> Task:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
         batches.append(list(zip(ids[order].split(32), labels[order].split(32), strict=True)))
     train, test = batches
-    return Task(lambda divisor: WordBert(10_000, 4 * round(64 / divisor)), train, test, epochs=1, rate=5e-4)
+    return Task(lambda divisor: WordBert(10_000, 4 * round(64 / divisor)), train, test, epochs=0.6, rate=5e-4)
 
 
 TASKS = {"mlp": mlp, "resnet": resnet, "lstm": lstm, "gpt": gpt, "vit": vit, "bert": bert}
@@ -235,7 +235,8 @@ def fit(
 ) -> Any:
     """Train a model with AdamW and one cycle of the rate; return what `method` made of the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, steps, pct_start=0.1)
+    warm_up = max(0.1, min(0.9, 1.5 / steps))  # OneCycleLR divides by zero if it is exactly one step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, steps, pct_start=warm_up)
     pruner = None if method is None else method(optimizer)
     model.train()
     for x, y in itertools.islice(_forever(task.train, seed), steps):

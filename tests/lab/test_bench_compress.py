@@ -1,0 +1,68 @@
+"""The benchmark of `bs.compress`: its nets, and all ways with few steps."""
+
+import pytest
+import torch
+
+import compress
+from blocksparse.compression.measures import density_of
+from blocksparse_lab.models.resnet import ResNet
+from trained_nets import Sequences
+
+
+def images(count):
+    return torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+
+
+def texts(count):
+    return torch.randint(256, (count, 16)), torch.randint(2, (count,))
+
+
+def next_bytes(count):
+    return torch.randint(256, (count, 16)), torch.randint(256, (count, 16))
+
+
+NETS = {
+    "vit": (lambda divisor: compress.ViT(4 * round(16 / divisor), layers=1), images),
+    "bert": (lambda divisor: compress.WordBert(256, 4 * round(16 / divisor), layers=1), texts),
+    "lstm": (lambda divisor: Sequences("lstm", round(64 / divisor), 1), next_bytes),
+    "resnet": (lambda divisor: ResNet(width=round(32 / divisor), blocks=(1, 1)), images),
+}
+
+
+def task_of(net):
+    torch.manual_seed(0)
+    make, batch = NETS[net]
+    return compress.Task(make, [batch(16) for _ in range(4)], [batch(16)], epochs=1, in_bits=net == "lstm")
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_compress_runs_on_every_kind_of_net(net):
+    task = task_of(net)
+    row = compress.outcome(task, task.make(1.0).eval(), "compress", density=0.6, steps=3, seed=0)
+    assert row.metric >= 0
+    assert row.density <= 1
+    assert row.speedup > 0
+
+
+@pytest.mark.filterwarnings("ignore:sparsify")  # of blocks that are larger than small weights
+@pytest.mark.parametrize("way", [way for way in compress.WAYS if way != "compress"])
+def test_every_way_trains_and_reaches_its_density(way):
+    task = task_of("vit")
+    model = compress.WAYS[way](task, task.make(1.0).eval(), 0.5, 10, 0)
+    assert 0 <= task.metric(model) <= 100
+    assert density_of(model) == pytest.approx(0.5 if way in ("gradual", "scratch") else 1, rel=0.15)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 11])
+def test_nets_are_trained_for_any_number_of_steps(steps):
+    task = task_of("bert")
+    model = task.make(1.0)
+    before = model.classes.weight.clone()
+    compress.fit(task, model, steps, seed=0)
+    assert not torch.equal(model.classes.weight, before)
+
+
+def test_dense_nets_are_stored(tmp_path):
+    task = task_of("vit")
+    first, again = (compress.dense_net(task, tmp_path / "vit.pt") for _ in range(2))
+    assert torch.equal(first.classes.weight, again.classes.weight)
