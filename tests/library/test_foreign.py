@@ -188,6 +188,7 @@ def last_is(value):
 
 
 HUGE = torch.tensor([1 << 30, 1 << 30])
+REPEATED = torch.ones(1, dtype=torch.int64).expand(1 << 40)  # a small file may have it
 
 BAD = [
     ("sparse-bitmask", "bitmask", lambda bits: bits | 1, "0.compressed: expected 1408 values, got 1024"),
@@ -201,6 +202,21 @@ BAD = [
     ("stk", "row_indices", last_is(0), "row_indices: expected the rows of"),
     ("stk", "offsets", lambda starts: starts.float(), "offsets: expected a vector of ints"),
     ("stk", "data", lambda blocks: blocks[:, :, :7], r"0.weight.data: expected blocks .* divide \(64, 64\)"),
+    ("sparse-bitmask", "shape", lambda _: REPEATED, "size of 0.weight: expected two positive ints"),
+    (
+        "sparse-bitmask",
+        "shape",
+        lambda _: torch.tensor([torch.inf, 64]),
+        "size of 0.weight: expected two positive ints",
+    ),
+    ("sparse-bitmask", "bitmask", lambda bits: bits.to_sparse(), "0.bitmask: expected a dense tensor"),
+    ("sparse-bitmask", "compressed", lambda values: values.to("meta"), "0.compressed: expected a dense tensor"),
+    ("sparse-bitmask", "compressed", last_is(torch.nan), "0.weight: expected finite values"),
+    ("stk", "offsets", lambda _: REPEATED, "0.weight.offsets: expected a dense tensor with all its elements"),
+    ("stk", "row_indices", lambda _: REPEATED, "0.weight.row_indices: expected a dense tensor with all its elements"),
+    ("stk", "data", lambda blocks: blocks.to_sparse(), "0.weight.data: expected a dense tensor"),
+    ("stk", "data", lambda blocks: blocks + 1j, "0.weight: expected real values, got torch.complex64"),
+    ("stk", "data", lambda blocks: blocks / 0, "0.weight: expected finite values"),
     ("stk with size", "size", lambda _: HUGE, r"size of 0.weight: expected \(64, 64\)"),
 ]
 
@@ -225,6 +241,12 @@ def test_bad_tensors_are_refused_and_change_nothing(form, key, change, message):
         ("9.weight", torch.ones(64, 64).to_sparse_bsr(16), "expected weights of the model, got 9.weight"),
         ("0.weight", "text", r"checkpoint\['0.weight'\]: expected a tensor, got str"),
         ("0.weight", torch.ones(64, 64), "state: expected the state of this Sequential"),
+        ("0.weight", torch.ones(64, 64, dtype=torch.complex64), "0.weight: expected real values"),
+        (
+            "0.weight",
+            SimpleNamespace(**vars(torchao(torch.ones(64, 64))) | {"bsr_crow_indices": "text"}),
+            "0.weight.bsr_crow_indices: expected a vector of ints, got str",
+        ),
         ("0.weight_packed", torch.ones(3), "decompress it with compressed-tensors first"),
         ("0.mask_scores", torch.ones(3), "call compile_model"),
     ],

@@ -65,7 +65,7 @@ def read_foreign(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size]) -> di
         state.pop(f"{prefix}.row_offsets", None)  # follow from the bitmask
         name = _weight_name(prefix, shapes)
         _check_size(name, parts["shape"], shapes)
-        dense[name] = _from_bitmask(prefix, **parts)
+        dense[name] = _checked_values(name, _from_bitmask(prefix, **parts))
     for prefix in _prefixes(state, STK):
         parts = {part: state.pop(f"{prefix}.{part}") for part in STK}
         for derived in ("column_indices_t", "offsets_t", "block_offsets_t"):
@@ -73,11 +73,13 @@ def read_foreign(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size]) -> di
         name = _weight_name(prefix, shapes)
         size = state.pop(f"{prefix}.size", shapes.get(name))
         _check_size(name, size, shapes)
-        dense[name] = _from_stk(prefix, size=size, **parts)
+        dense[name] = _checked_values(name, _from_stk(prefix, size=size, **parts))
     for key, value in state.items():
         if not (isinstance(value, Tensor) and value.layout == torch.strided) or hasattr(value, TORCHAO[0]):
             _check_size(key, _size_of(key, value), shapes)
-        dense[key] = _dense(key, value)
+            dense[key] = _checked_values(key, _dense(key, value))
+        else:
+            dense[key] = _checked_dtype(key, value)
     return {key: _fill_removed(key, value, shapes.get(key)) for key, value in dense.items()}
 
 
@@ -140,6 +142,8 @@ def _from_bitmask(name: str, compressed: Any, bitmask: Any, shape: Any) -> Tenso
     if not isinstance(bitmask, Tensor) or bitmask.dtype != torch.uint8 or tuple(bitmask.shape) != (size[0], width):
         got = f"{bitmask.dtype} {list(bitmask.shape)}" if isinstance(bitmask, Tensor) else type(bitmask).__name__
         raise BlockSparseError.expected(f"{name}.bitmask", f"uint8 [{size[0]}, {width}] for the shape {size}", got)
+    _check_stored(f"{name}.compressed", compressed)
+    _check_stored(f"{name}.bitmask", bitmask)
     bits = np.unpackbits(bitmask.cpu().numpy(), axis=1, count=size[1], bitorder="little")
     mask = torch.from_numpy(bits).to(compressed.device, torch.bool)
     if int(mask.sum()) != compressed.numel():
@@ -166,21 +170,54 @@ def _from_stk(name: str, data: Any, row_indices: Any, column_indices: Any, offse
 def _dense(name: str, value: Any) -> Tensor:
     """Return a value of a state dict as a dense tensor."""
     if all(hasattr(value, part) for part in TORCHAO):
-        block = _block(name, value.bsr_values, tuple(value.shape))
-        grid = value.shape[0] // block[0], value.shape[1] // block[1]
-        layout = layout_of_indices(value.bsr_crow_indices.cpu(), value.bsr_col_indices.cpu(), grid, block)
+        shape = _size(f"the size of {name}", _size_of(name, value))
+        block = _block(name, value.bsr_values, shape)
+        grid = shape[0] // block[0], shape[1] // block[1]
+        crow, col = (_integers(f"{name}.{part}", getattr(value, part)) for part in TORCHAO[:2])
+        layout = layout_of_indices(crow, col, grid, block)
         return to_dense(value.bsr_values.detach(), layout)
     if all(hasattr(value, part) for part in STK) and not isinstance(value, Tensor):
         return _from_stk(name, **{part: getattr(value, part) for part in STK}, size=_size_of(name, value))
+    for part in _parts(value):
+        _check_stored(name, part)
     if value.layout == torch.sparse_bsr:
         layout, values = BlockLayout.from_torch_bsr(value.detach())
         return to_dense(values, layout)
-    if value.layout != torch.strided:
-        try:
-            with torch.sparse.check_sparse_tensor_invariants():
-                return _checked(value.detach()).to_dense()
-        except (RuntimeError, NotImplementedError) as error:
-            raise BlockSparseError.expected(name, "a valid sparse tensor", str(error).split("\n")[0]) from error
+    try:
+        with torch.sparse.check_sparse_tensor_invariants():
+            return _checked(value.detach()).to_dense()
+    except (RuntimeError, NotImplementedError) as error:
+        raise BlockSparseError.expected(name, "a valid sparse tensor", str(error).split("\n")[0]) from error
+
+
+def _parts(value: Tensor) -> tuple[Tensor, ...]:
+    """Return the indices and values of a sparse tensor."""
+    if value.layout == torch.sparse_coo:
+        return value._indices(), value._values()
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    return ()
+
+
+def _check_stored(name: str, value: Tensor) -> None:
+    """Raise a BlockSparseError unless all elements of a tensor are in memory, so that a copy is as small."""
+    is_dense = value.layout == torch.strided and not value.is_meta
+    if not is_dense or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        got = f"{value.layout} {list(value.shape)} on {value.device}"
+        raise BlockSparseError.expected(name, "a dense tensor with all its elements in memory", got)
+
+
+def _checked_dtype(name: str, value: Tensor) -> Tensor:
+    """Return a tensor that is not complex; a model's weights would keep its real part only."""
+    if value.is_complex():
+        raise BlockSparseError.expected(name, "real values", value.dtype)
+    return value
+
+
+def _checked_values(name: str, value: Tensor) -> Tensor:
+    """Return a weight of finite, real values."""
+    if not bool(_checked_dtype(name, value).isfinite().all()):
+        raise BlockSparseError.expected(name, "finite values", "inf or nan")
     return value
 
 
@@ -225,10 +262,14 @@ def _fill_removed(name: str, value: Tensor, shape: torch.Size | None) -> Tensor:
 
 def _size(name: str, value: Any) -> tuple[int, int]:
     """Return (rows, columns) of a weight from a tensor or sequence."""
-    numbers = value.flatten().tolist() if isinstance(value, Tensor) and value.numel() < 9 else value
+    numbers = value
+    if isinstance(value, Tensor):
+        numbers = (
+            value.flatten().tolist() if value.numel() < 9 and not value.is_meta else f"{list(value.shape)} numbers"
+        )
     try:
         rows, columns = (int(number) for number in numbers)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         rows = columns = 0
     if not (0 < rows < 1 << 31 and 0 < columns < 1 << 31):
         raise BlockSparseError.expected(name, "two positive ints", numbers)
@@ -241,6 +282,7 @@ def _block(name: str, values: Any, shape: tuple[int, ...]) -> tuple[int, int]:
     if not is_valid or shape[0] % values.shape[1] or shape[1] % values.shape[2]:
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BlockSparseError.expected(name, f"blocks [nnz, rows, columns] that divide {tuple(shape)}", got)
+    _check_stored(name, values)
     return values.shape[1], values.shape[2]
 
 
@@ -249,4 +291,5 @@ def _integers(name: str, value: Any) -> np.ndarray:
     if not isinstance(value, Tensor) or value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise BlockSparseError.expected(name, "a vector of ints", got)
+    _check_stored(name, value)
     return value.cpu().numpy().astype(np.int64)
