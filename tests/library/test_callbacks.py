@@ -1,198 +1,33 @@
 """Methods of `bs.sparsity` in the loops of other libraries, against the loop written by hand."""
 
-import importlib
-import logging
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 import blocksparse as bs
+import training_loops
+from training_loops import (
+    BEFORE,
+    DENSE,
+    NAMES,
+    SPARSE,
+    STEPS,
+    Lightning,
+    Net,
+    batches,
+    by_hand,
+    changed,
+    data,
+    method_of,
+    only_lightning,
+    only_transformers,
+    optimizer_of,
+    same,
+    two_updates_a_batch,
+)
 
-SPARSE = {
-    "SET": lambda model, optimizer: bs.sparsity.SET(model, optimizer, every=2),
-    "RigL": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=6, every=2),
-    "ImportancePruning": lambda model, optimizer: bs.sparsity.ImportancePruning(model, optimizer, begin=2, every=2),
-}
-DENSE = {
-    "GradualPruning": lambda model, optimizer: bs.sparsity.GradualPruning(
-        model, optimizer, 0.5, block_size=8, begin=1, end=5, every=1
-    ),
-    "ThresholdPruning": lambda model, optimizer: bs.sparsity.ThresholdPruning(
-        model, optimizer, 1e-3, block_size=8, begin=1, ramp=2, end=5, every=1
-    ),
-    "GroupLasso": lambda model, optimizer: bs.sparsity.GroupLasso(model, optimizer, 0.1, block_size=8, density=0.5),
-    "GroupLasso-penalty": lambda model, optimizer: bs.sparsity.GroupLasso(
-        model, optimizer, 0.1, mode="penalty", block_size=8, density=0.5
-    ),
-}
-# They change the names of the model's parameters, and so are made before its optimizer.
-BEFORE = {
-    "SRSTE": lambda model: bs.sparsity.SRSTE(model),
-    "L0Gates": lambda model: bs.sparsity.L0Gates(model, samples=24, block_size=8, density=0.5),
-    "MovementPruning": lambda model: bs.sparsity.MovementPruning(model, None, 0.5, block_size=8, end=5),
-}
-STEPS, BATCH = 6, 4
-
-
-class Net(nn.Module):
-    """With a loss as its first output, as the Trainer has it."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-        if sparse:
-            self.layers = bs.sparsify(self.layers, 0.5, 8, scope="layer", force=True)
-
-    def forward(self, x, labels=None):
-        torch.manual_seed(7)  # what L0Gates draw is the same in all loops
-        y = self.layers(x)
-        return {"loss": (y - labels).square().mean(), "logits": y}
-
-
-def data():
-    # The second half is like the first, as Lightning resumes within an epoch but begins the data again.
-    x = torch.randn(STEPS // 2 * BATCH, 32, generator=torch.Generator().manual_seed(1)).repeat(2, 1)
-    return [{"x": row, "labels": row.flip(0)} for row in x]
-
-
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def batches():
-    rows = data()
-    for at in range(0, len(rows), BATCH):
-        part = rows[at : at + BATCH]
-        yield {key: torch.stack([row[key] for row in part]) for key in ("x", "labels")}
-
-
-def by_hand(name, accumulate=1):
-    model = Net(name in SPARSE)
-    method = BEFORE[name](model) if name in BEFORE else None
-    optimizer = optimizer_of(model)
-    method = method or {**SPARSE, **DENSE}[name](model, optimizer)
-    for at, batch in enumerate(list(batches()) * accumulate):
-        loss = model(**batch)["loss"] / accumulate
-        if hasattr(method, "penalty") and getattr(method, "mode", "penalty") == "penalty":
-            loss = loss + method.penalty() / accumulate
-        loss.backward()
-        if at % accumulate == accumulate - 1:
-            optimizer.step()
-            method.step()
-            optimizer.zero_grad()
-    if hasattr(method, "finish"):
-        method.finish()
-    return model
-
-
-def same(model, expected):
-    ours, theirs = model.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, msg=lambda said, name=name: f"{name}: {said}")
-
-
-def changed(name, model):
-    """Whether the method has done its work, so that the comparison says something."""
-    if name == "SRSTE":
-        return bool((model.layers[0].weight == 0).any())
-    layouts = [layer.layout for layer in model.layers if isinstance(layer, bs.nn.Linear)]
-    return bool(layouts) and layouts != [layer.layout for layer in Net(True).layers if isinstance(layer, bs.nn.Linear)]
-
-
-NAMES = [*SPARSE, *DENSE, *BEFORE]
-
-
-def method_of(name, model):
-    return BEFORE[name](model) if name in BEFORE else {**SPARSE, **DENSE}[name]
-
-
-class Transformers:
-    """The Trainer; the checkpoint of step 3 is written on the way."""
-
-    def __init__(self, folder):
-        self.callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
-        pytest.importorskip("accelerate")
-        self.folder, self.saved = folder, folder / "checkpoint-3"
-
-    def run(self, model, *callbacks, steps=STEPS, resume=False, accumulate=1, trainer=(), **options):
-        import transformers
-
-        class InOrder(transformers.Trainer):
-            def _get_train_sampler(self, *args):
-                return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        options = {"save_strategy": "steps" if resume else "no", "save_steps": 3} | options
-        settings = transformers.TrainingArguments(
-            str(self.folder), max_steps=steps, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
-            use_cpu=True, max_grad_norm=0, logging_strategy="no", lr_scheduler_type="constant", seed=2,
-            gradient_accumulation_steps=accumulate, **options,
-        )  # fmt: skip
-        optimizer = optimizer_of(model)
-        optimizers = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
-        trainer = InOrder(
-            model, settings, train_dataset=data(), callbacks=list(callbacks), optimizers=optimizers, **dict(trainer)
-        )
-        trainer.train(resume_from_checkpoint=str(self.saved) if resume else None)
-
-    def save(self, name, model):
-        self.run(model, self.callback(method_of(name, model)), save_strategy="steps")
-
-
-class Lightning:
-    def __init__(self, folder):
-        pytest.importorskip("lightning")
-        from blocksparse.integrations.lightning import SparsityCallback
-
-        self.callback, self.folder, self.saved = SparsityCallback, folder, folder / "3.ckpt"
-
-    def module(self, net, training_step=None):
-        import lightning
-
-        class Lit(lightning.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.net, self.automatic_optimization = net, training_step is None
-
-            def training_step(self, batch, index):
-                return training_step(self, batch) if training_step else self.net(**batch)["loss"]
-
-            def configure_optimizers(self):
-                return optimizer_of(self)
-
-        return Lit()
-
-    def run(self, model, *callbacks, steps=STEPS, accumulate=1, resume=False, training_step=None):
-        import lightning
-
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        trainer = lightning.Trainer(
-            max_steps=steps, max_epochs=9, callbacks=list(callbacks), accelerator="cpu", logger=False,
-            default_root_dir=self.folder, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, accumulate_grad_batches=accumulate,
-        )  # fmt: skip
-        loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
-        trainer.fit(self.module(model, training_step), loader, ckpt_path=self.saved if resume else None)
-        return trainer
-
-    def save(self, name, model):
-        trainer = self.run(model, self.callback(method_of(name, model), finish=False), steps=3)
-        trainer.save_checkpoint(self.saved)
-
-
-@pytest.fixture(params=[Lightning, Transformers], ids=lambda kind: kind.__name__)
-def loop(request, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # their own
-        yield request.param(tmp_path)
-
-
-only_lightning = pytest.mark.parametrize("loop", [Lightning], indirect=True)
-only_transformers = pytest.mark.parametrize("loop", [Transformers], indirect=True)
+loop = training_loops.loop
 ACCUMULATING = ["SET", "RigL", "GradualPruning", "L0Gates"]
 
 
@@ -226,14 +61,6 @@ def test_a_checkpoint_without_the_methods_is_refused(loop):
     (loop.saved / loop.callback.FILE).unlink()
     with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors"):
         loop.run(Net(True), loop.callback(SPARSE["SET"]), resume=True)
-
-
-def two_updates_a_batch(module, batch):
-    optimizer = module.optimizers()
-    for half in (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)):
-        optimizer.zero_grad()
-        module.manual_backward(module.net(**{key: rows[half] for key, rows in batch.items()})["loss"])
-        optimizer.step()
 
 
 @only_lightning
@@ -478,106 +305,3 @@ def test_accelerate_with_accumulation(name, prepared_first):
     if hasattr(method, "finish"):
         method.finish()
     same(accelerator.unwrap_model(model), by_hand(name, 3))
-
-
-# -- distillation ----------------------------------------------------------------------------------------------------
-
-
-class Unlabelled(Net):
-    """A student whose own loss is 0, so that only the teacher trains it."""
-
-    def forward(self, x, labels=None):
-        return super().forward(x, x) | {"loss": 0 * self.layers[0].bias.sum()}
-
-
-def distillation_callback(loop, teacher, **options):
-    module = importlib.import_module(loop.callback.__module__)
-    return module.DistillationCallback(
-        teacher, **options, **({"student": "net"} if isinstance(loop, Lightning) else {})
-    )
-
-
-def distilled_by_hand(hidden, accumulate, labels):
-    teacher, model = Net(False).eval(), (Net if labels else Unlabelled)(True)
-    distillation = bs.sparsity.Distillation(teacher, model, output="mse", hidden=hidden)
-    optimizer = optimizer_of(model)
-    for at, batch in enumerate(list(batches()) * accumulate):
-        loss = 2 * distillation(batch["x"], batch["labels"]) + (model(**batch)["loss"] if labels else 0)
-        (loss / accumulate).backward()
-        if at % accumulate == accumulate - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
-@pytest.mark.parametrize(("hidden", "accumulate"), [(0.0, 1), (0.5, 1), (0.5, 2)])
-def test_distillation_trains_like_a_loop_by_hand(hidden, accumulate, labels, loop):
-    teacher = Teacher()
-    callback = distillation_callback(loop, teacher, weight=2.0, output="mse", hidden=hidden)
-    model = (Net if labels else Unlabelled)(True)
-    loop.run(model, callback, accumulate=accumulate)
-    same(model, distilled_by_hand(hidden, accumulate, labels))
-    assert not model._forward_hooks
-    assert not any(layer._forward_hooks for layer in model.layers)
-    assert teacher.calls == STEPS * accumulate
-
-
-class Teacher(Net):
-    """The dense net, which gets no labels."""
-
-    calls = 0
-
-    def __init__(self):
-        super().__init__(False)
-
-    def forward(self, x, labels=None):
-        self.calls += 1
-        assert labels is None or isinstance(labels, torch.Tensor)
-        return {"logits": self.layers(x)}
-
-
-class Counted(Unlabelled):
-    """A student to which the Trainer passes the number of labels in all accumulated batches."""
-
-    def forward(self, x, labels=None, **kwargs):
-        assert "num_items_in_batch" in kwargs
-        return super().forward(x)
-
-
-@only_transformers
-def test_distillation_with_a_loss_over_all_accumulated_batches(loop):
-    model = Counted(True)
-    loop.run(model, distillation_callback(loop, Teacher(), weight=2.0, output="mse"), accumulate=2)
-    same(model, distilled_by_hand(0.0, 2, labels=False))
-
-
-def test_distillation_and_a_method_together(loop):
-    model = Net(True)
-    prune = loop.callback(
-        lambda model, optimizer: bs.sparsity.GradualBlockPruning(model, optimizer, 0.25, end=4, every=2, regrow=0.3)
-    )
-    loop.run(model, distillation_callback(loop, Teacher(), output="mse"), prune)
-    assert {layer.layout.density for layer in model.layers[::2]} == {0.25}
-    with pytest.raises(bs.BlockSparseError, match="temperature"):
-        distillation_callback(loop, Teacher(), temperature=0)
-
-
-@only_lightning
-def test_a_student_that_is_not_called_is_refused(loop):
-    from blocksparse.integrations.lightning import DistillationCallback
-
-    for student, match in (("no", "student: expected one of net"), ("", "which it does not call")):
-        with pytest.raises(bs.BlockSparseError, match=match):
-            loop.run(Net(True), DistillationCallback(Teacher(), student))
-    with pytest.raises(bs.BlockSparseError, match="automatic_optimization"):
-        loop.run(Net(True), DistillationCallback(Teacher(), "net"), training_step=two_updates_a_batch)
-
-
-def test_label_smoothing_and_distillation_are_refused():
-    pytest.importorskip("transformers")
-    from blocksparse.integrations.transformers import DistillationCallback
-
-    settings = SimpleNamespace(label_smoothing_factor=0.1)
-    with pytest.raises(bs.BlockSparseError, match="label_smoothing_factor"):
-        DistillationCallback(Teacher()).on_train_begin(settings, None, None, model=Net(True))

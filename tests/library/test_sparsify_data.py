@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
-from blocksparse.sparsity.calibration import calibrate, fitting, passes, sequences
+from blocksparse.sparsity.calibration import calibrate, fitting, passes
 from blocksparse.sparsity.calibration.inputs import pack_inputs, products
 from blocksparse.surgery.prunable import prunable
 
@@ -268,33 +268,6 @@ def problem(rows=300, inputs=48, outputs=16, rank=6):
     return fitting.Problem(weight, x, x @ weight.T, (4, 4), 0.01)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-@torch.no_grad()
-def test_values_of_attention_keep_blocks():
-    model = SelfAttention().eval()
-    model.attention.in_proj_weight[128:] *= 1e-3
-    made = bs.sparsity.reconstruct(model, [torch.randn(64, 8, 64)], 0.25, 8)
-    assert made.layouts["attention.in_proj_weight"].mask()[16:].sum() == 8, "half of a third of 48"
-
-
-@torch.no_grad()
-def test_rounding_errors_of_constant_inputs_are_not_fitted():
-    model = SelfAttention().eval()
-    model.attention.in_proj_weight[128:] *= 0.1  # so small that they get none of the 5 blocks
-    model.attention.in_proj_bias[128:] = 1
-    made = bs.sparsity.reconstruct(model, [torch.randn(64, 8, 64)], 0.026, 8)
-    assert not made.layouts["attention.in_proj_weight"].mask()[16:].any()
-    assert made.model.attention.out_proj.values.abs().max() < 1
-
-
 def test_the_solver_for_many_inputs_gives_the_same_values(monkeypatch):
     exact, wide = problem(), None
     mask = torch.rand(4, 12) < 0.4
@@ -509,18 +482,3 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal
     shown = terminal and not after
     assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown
     assert stream.getvalue().endswith("\n") == shown
-
-
-def test_fitting_whole_sequences_improves_a_recurrent_layer(monkeypatch):
-    torch.manual_seed(0)
-    lstm = nn.LSTM(32, 64, batch_first=True).requires_grad_(False)
-    lstm.weight_hh_l0.mul_(4)  # errors of states grow over steps
-    x, new = torch.randn(16, 60, 32), torch.randn(16, 60, 32)
-
-    def error() -> float:
-        made = bs.sparsity.reconstruct(lstm, [x], 0.5, 8)
-        return float((made.model(new)[0] - lstm(new)[0]).square().mean())
-
-    fitted = error()
-    monkeypatch.setattr(sequences, "STEPS", 1)
-    assert fitted < 0.9 * error()
