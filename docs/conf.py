@@ -81,8 +81,8 @@ copybutton_prompt_is_regexp = True
 
 
 def add_title(app, docname, source):
-    """Add a heading to tables of benchmarks, made from their file names."""
-    if docname.startswith("benchmarks/results/"):
+    """Add a heading, made from the file's name, to tables of benchmarks without one."""
+    if docname.startswith("benchmarks/results/") and not source[0].startswith("# "):
         work, machine = Path(docname).name.split("-", 1)
         source[0] = f"# {work}: {machine}\n\n{source[0]}"
 
