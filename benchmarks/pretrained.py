@@ -90,7 +90,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 CAPTION = f"""# A pretrained net, compressed
 
-GE2E tells voices apart: 1.4 million parameters in an LSTM of three layers, pretrained, from the wheel of resemblyzer.
+GE2E distinguishes voices: 1.4 million parameters in an LSTM of three layers, pretrained, from the wheel of resemblyzer.
 `bs.compress` ran on {120 * TRAIN:,} utterances of synthetic voices without labels. "% named" counts utterances under
 noise that are nearest to their own voice's embedding in the dense net, out of {60 * TEST}; the noise is not that of the
 data to compress with. One utterance is {100 / (60 * TEST):.2f} %.

@@ -134,7 +134,7 @@ class FeatureTrace(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         labelled = [tensor for tensor in tensors if id(tensor) in self.ids]
         is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-        # What is written into a tensor without ids may be read through others that share its memory.
+        # A value written into a tensor without ids may be read through others that share its memory.
         if not labelled or "out" in kwargs or (is_in_place and id(args[0]) not in self.ids):
             return False
         if any(id(tensor) in self.owners for tensor in tensors if tensor.numel() > 1):
