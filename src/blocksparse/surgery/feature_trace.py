@@ -207,16 +207,10 @@ class FeatureTrace(TorchFunctionMode):
 
     def _broadcast(self, tensors: list[Tensor]) -> np.ndarray:
         """Return the ids of an elementwise function's result, and record that ids which meet in it are equal."""
-        ids: np.ndarray | None = None
-        for tensor in tensors:
-            if (new := self.ids.get(id(tensor))) is not None:
-                if ids is None:
-                    ids = new
-                else:
-                    a, b = np.broadcast_arrays(ids, new)
-                    self.unite(a.ravel(), b.ravel())
-                    ids = a
-        assert ids is not None
+        ids, *others = (self.ids[id(tensor)] for tensor in tensors if id(tensor) in self.ids)
+        for new in others:
+            ids, new = np.broadcast_arrays(ids, new)
+            self.unite(ids.ravel(), new.ravel())
         for tensor in tensors:
             if id(tensor) not in self.ids:
                 shape = (1,) * (ids.ndim - tensor.dim()) + tuple(tensor.shape)
