@@ -284,7 +284,9 @@ def test_control_flow_needs_an_example():
 
 
 @pytest.mark.parametrize(
-    "example", [torch.randn(2, 5), (torch.randn(2, 5),), {"x": torch.randn(2, 5)}], ids=["tensor", "tuple", "dict"]
+    "example",
+    [torch.randn(2, 5), (torch.randn(2, 5),), [torch.randn(2, 5)], {"x": torch.randn(2, 5)}],
+    ids=["tensor", "tuple", "list", "dict"],
 )
 def test_forms_of_examples(example):
     class Net(Residual):

@@ -26,6 +26,7 @@ from ..surgery.units import (
     weight_by_units,
 )
 from .densify import densify
+from .speed import call_arguments
 
 # Relative difference of outputs that rounding of folded biases may cause, in units of the weights' precision.
 TOLERANCE = 1e3
@@ -48,9 +49,9 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
 
     Args:
         model: a dense or block-sparse model. It stays as it is.
-        example: inputs to run it on: a tensor, a tuple of positional arguments or a dict of keyword arguments. They
-            find out which layer reads what, and the outputs of both models on them are compared. Without an example,
-            torch.fx traces the model with batches of inputs and the default values of optional arguments.
+        example: inputs to run it on: a tensor, a tuple or list of positional arguments or a dict of keyword arguments.
+            They find out which layer reads what, and the outputs of both models on them are compared. Without an
+            example, torch.fx traces the model with batches of inputs and the default values of optional arguments.
 
     Returns:
         The smaller model; modules of torch.nn, except for recurrent layers that stay ours. A SparsityWarning names
@@ -79,8 +80,7 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
         )
     dense = densify(model)
     with evaluation_mode(dense):
-        args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args, kwargs = call_arguments(example)
         if example is None:
             trace, before = trace_symbolically(dense), None
         else:
