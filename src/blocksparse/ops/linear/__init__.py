@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
@@ -116,7 +115,7 @@ def _product(
         x, values, bias = autocast(x, values, bias)
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
-    if direct and not torch.is_grad_enabled():
+    if direct and not needs_grad(x, values, bias):
         backend = LINEAR.backends["cpu" if x.is_cpu else "triton"]  # `on` takes longer than a small product
         y: Tensor | None = backend.linear_fast(x, values, bias, layout, transpose, activation)
         if y is not None:
