@@ -75,6 +75,22 @@ def checked_grid(grid: Any) -> tuple[int, int]:
     return int(grid[0]), int(grid[1])
 
 
+def checked_block_slices(key: Any, grid: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the first and the end of the rows and of the columns that `layout[key]` selects, after a check."""
+    keys = key if isinstance(key, tuple) else (key,)
+    keys = (*keys, slice(None)) if len(keys) == 1 else keys
+    pairs = []
+    for index, size in zip(keys, grid, strict=False):
+        if is_int(index) and -size <= index < size:
+            index = slice(int(index) % size, int(index) % size + 1)
+        first, end, _ = index.indices(size) if isinstance(index, slice) and index.step in (None, 1) else (0, 0, 1)
+        pairs.append((first, end))
+    if len(keys) != 2 or any(first >= end for first, end in pairs):
+        expected = f"ints or slices with step 1 that select rows and columns of {grid} blocks"
+        raise BlockSparseError.expected("layout[...]", expected, repr(key))
+    return pairs
+
+
 def checked_mask(mask: Any) -> np.ndarray:
     """Return a bool matrix `[out_blocks, in_blocks]` from a matrix of bools, or of 0s and 1s."""
     array = checked_array("mask", "a bool matrix [out_blocks, in_blocks]", mask)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -67,3 +70,14 @@ def check_unique(keys: np.ndarray, grid: tuple[int, int]) -> None:
     if same.any():
         block = divmod(int(keys[np.argmax(same)]), grid[1])
         raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
+
+
+class PicklableRef(weakref.ref[Any]):
+    """A weak reference that index tensors can carry through pickle and `torch.save`, after which it is empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_layout, ()
+
+
+def _no_layout() -> None:
+    return None

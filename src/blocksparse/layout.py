@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -13,9 +12,9 @@ from .bsr import import_scipy_sparse, read_scipy_bsr, read_torch_bsr
 from .checked import (
     checked_array,
     checked_block,
+    checked_block_slices,
     checked_grid,
     checked_indices,
-    checked_ints,
     checked_mask,
     checked_pairs,
     is_int,
@@ -23,16 +22,16 @@ from .checked import (
 from .errors import BlockSparseError
 from .indices import (
     LARGE,
+    PicklableRef,
     check_unique,
     compress,
     copy_to_read_only,
     copy_to_tensor,
     index_dtype,
     is_hypersparse,
-    rows_from_starts,
 )
 
-__all__ = ["BlockLayout", "check_layout", "import_scipy_sparse", "layout_of_indices"]
+__all__ = ["BlockLayout", "check_layout", "import_scipy_sparse"]
 
 Made = TypeVar("Made")
 
@@ -153,7 +152,7 @@ class BlockLayout:
 
     def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Ops have index tensors as arguments, for self-contained graphs. This leads back to the layout and its plans.
-        col._blocksparse_layout = _LayoutRef(self)  # type: ignore[attr-defined]
+        col._blocksparse_layout = PicklableRef(self)  # type: ignore[attr-defined]
         return crow, col
 
     @property
@@ -286,16 +285,44 @@ class BlockLayout:
         >>> layout.crop(96, 128)
         BlockLayout(shape=(96, 128), block_size=(32, 32), nnz=9, density=0.75)
         """
-        grid = []
         sizes = zip(("rows", "columns"), (rows, columns), self.block_shape, self.shape, strict=True)
         for name, size, block, most in sizes:
             if not is_int(size) or not 0 < size <= most or size % block:
                 expected = f"a multiple of the block, {block}, up to the {most} of {self!r}"
                 raise BlockSparseError.expected(name, expected, repr(size))
-            grid.append(int(size) // block)
+        return self[: int(rows) // self.block_shape[0], : int(columns) // self.block_shape[1]]
+
+    def __getitem__(self, key: Any) -> BlockLayout:
+        """Return the layout of some rows and columns of blocks, given as slices or ints.
+
+        Raises:
+            BlockSparseError: an index is no int and no slice with step 1, or no block row or column is left.
+
+        >>> import blocksparse as bs
+        >>> layout = bs.BlockLayout([[True, False, True], [False, True, True]], block_size=8)
+        >>> layout[1, 1:].mask()
+        tensor([[True, True]])
+        """
+        (top, bottom), (left, right) = checked_block_slices(key, self.grid)
         row, col = self.row_of_block, self._col
-        inside = (row < grid[0]) & (col < grid[1])
-        return BlockLayout._from_keys(row[inside] * grid[1] + col[inside], (grid[0], grid[1]), self.block_shape)
+        inside = (row >= top) & (row < bottom) & (col >= left) & (col < right)
+        keys = (row[inside] - top) * (right - left) + (col[inside] - left)
+        return BlockLayout._from_keys(keys, (bottom - top, right - left), self.block_shape)
+
+    def __or__(self, other: object) -> BlockLayout:
+        """Return the layout of the blocks of either layout; both must have one grid and block size."""
+        return self._combine(other, "|", np.union1d)
+
+    def __and__(self, other: object) -> BlockLayout:
+        """Return the layout of the blocks of both layouts, which must have one grid and block size."""
+        return self._combine(other, "&", np.intersect1d)
+
+    def _combine(self, other: object, sign: str, combine: Callable[..., np.ndarray]) -> BlockLayout:
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        if (self.grid, self.block_shape) != (other.grid, other.block_shape):
+            raise BlockSparseError.expected(f"layout {sign} layout", f"the grid and block size of {self!r}", other)
+        return self._from_keys(combine(self.keys_of_blocks(), other.keys_of_blocks()), self.grid, self.block_shape)
 
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
         """Return the layout without some blocks and with others, and where each of its blocks comes from.
@@ -464,31 +491,6 @@ class BlockLayout:
         self.check_values(values)
         if values.dim() != 3:
             raise BlockSparseError.expected("values", "3 dimensions, as a matrix has", f"shape {tuple(values.shape)}")
-
-
-class _LayoutRef(weakref.ref[BlockLayout]):
-    """A weak reference that index tensors can carry through pickle and `torch.save`, after which it is empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_layout, ()
-
-
-def _no_layout() -> None:
-    return None
-
-
-def layout_of_indices(crow: Any, col: Any, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-    """Make a layout from index vectors of values in their order, for example from a file.
-
-    Raises:
-        BlockSparseError: the vectors are not ints, the row starts do not ascend from 0 to the number of blocks, or the
-            columns are out of range or not ascending in each row.
-    """
-    starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
-    layout = BlockLayout.from_indices(rows_from_starts(starts, cols.size, grid[0]), cols, grid, block)
-    if not np.array_equal(layout.col_of_block, cols):
-        raise BlockSparseError.expected("col_indices", "ascending columns in each row", cols)
-    return layout
 
 
 def check_layout(layout: Any) -> None:

@@ -1,4 +1,4 @@
-"""Index tensors from state dicts, which a running mean of the model may have averaged and rounded."""
+"""Layouts from index vectors of files and state dicts, which a running mean may have averaged and rounded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from typing import Any
 
 import numpy as np
 
-from .checked import checked_array
+from .checked import checked_array, checked_ints
 from .errors import BlockSparseError
-from .layout import BlockLayout, layout_of_indices
+from .indices import rows_from_starts
+from .layout import BlockLayout
 
 # A running mean in float32 with a decay of at most 0.99999 stays within this fraction of an index.
 MAX_DRIFT = 1 / 32
+
+
+def layout_of_indices(crow: Any, col: Any, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
+    """Make a layout from index vectors of values in their order, for example from a file.
+
+    Raises:
+        BlockSparseError: the vectors are not ints, the row starts do not ascend from 0 to the number of blocks, or the
+            columns are out of range or not ascending in each row.
+    """
+    starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
+    layout = BlockLayout.from_indices(rows_from_starts(starts, cols.size, grid[0]), cols, grid, block)
+    if not np.array_equal(layout.col_of_block, cols):
+        raise BlockSparseError.expected("col_indices", "ascending columns in each row", cols)
+    return layout
 
 
 def layout_from_state(crow: Any, col: Any, current: BlockLayout) -> BlockLayout:

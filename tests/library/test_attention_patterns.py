@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -37,12 +39,83 @@ def test_strided_and_fixed_are_the_papers(n, stride, part, causal):
         assert torch.equal(found.mask(), by_definition(FIXED, n, causal, part, stride, summary))
 
 
+@pytest.mark.parametrize(("global_blocks", "sinks"), [(0, 0), (2, 0), (0, 9), (1, 9), (40, 0), (0, 400)])
+@pytest.mark.parametrize("window", [1, 7, 100, (5, 0), (0, 3), (9, 20), (-1, 4), (4, -1)])
+@pytest.mark.parametrize(("tokens", "block"), [(30, 1), (64, 8), (61, 8), (5, 8)])
+def test_sliding_windows(tokens, block, window, global_blocks, sinks):
+    found = patterns.sliding_window(tokens, window, block, global_blocks, sinks)
+    left, right = (window - 1, 0) if isinstance(window, int) else window
+    left, right = (tokens if n < 0 else n for n in (left, right))
+    n = -(-tokens // block)
+    i, j = np.divmod(np.arange((n * block) ** 2), n * block)
+    seen = (i - j <= left) & (j - i <= right)
+    lead = -(-sinks // block) * block
+    seen |= (i < global_blocks * block) | (j < max(lead, global_blocks * block))
+    blocks = seen.reshape(n, block, n, block).any((1, 3))
+    blocks = np.tril(blocks) if isinstance(window, int) else blocks
+    assert torch.equal(found.mask(), torch.from_numpy(blocks))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[5], [8, 8], [3, 0, 2, 17, 0], [1] * 30, np.array([40, 1, 1])])
+@pytest.mark.parametrize("block", [1, 8])
+def test_documents(block, lengths, causal):
+    found = patterns.documents(lengths, block, causal)
+    n = -(-sum(lengths) // block)
+    document = np.full(n * block, -1)
+    document[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    seen = (document[:, None] == document) & (document >= 0)
+    blocks = seen.reshape(n, block, n, block).any((1, 3))
+    assert torch.equal(found.mask(), torch.from_numpy(np.tril(blocks) if causal else blocks))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("neighbors", "dilation"), [(0, 1), (2, 1), (3, 2), (9, 5)])
+def test_dilated_windows(neighbors, dilation, causal):
+    found = patterns.dilated(12, 1, neighbors, dilation, causal)
+    rule = {"": lambda i, j: (i - j) % dilation == 0 and abs(i - j) <= neighbors * dilation}
+    assert torch.equal(found.mask(), by_definition(rule, 12, causal, "all"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("neighbors", "first", "random"), [(1, 1, 3), (2, 0, 2), (0, 3, 0), (20, 0, 3), (0, 50, 1)])
+def test_bigbird(neighbors, first, random, causal):
+    found = patterns.bigbird(20, 1, neighbors, first, random, seed=3, causal=causal).mask()
+    regular = by_definition({"": lambda i, j: abs(i - j) <= neighbors or min(i, j) < first}, 20, causal, "all")
+    assert (found | regular).equal(found)
+    assert not causal or not found.triu(1).any()
+    left = (torch.arange(20) + 1 if causal else torch.full((20,), 20)) - regular.sum(1)
+    assert torch.equal((found & ~regular).sum(1), left.clamp(max=random))
+
+
+LONG = {
+    "sliding window": lambda: patterns.sliding_window(96_000, 512, global_blocks=1, sinks=4),
+    "documents": lambda: patterns.documents([1000] * 96),
+    "dilated": lambda: patterns.dilated(96_000),
+    "bigbird": lambda: patterns.bigbird(96_000),
+    "strided": lambda: patterns.strided_attention(96_000, 64),
+    "window and documents": lambda: patterns.sliding_window(96_000, 512) & patterns.documents([960] * 100),
+    "window or dilated": lambda: (patterns.sliding_window(96_000, 512) | patterns.dilated(96_000))[:, :800],
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_sequences_need_no_dense_mask(name):
+    tracemalloc.start()
+    LONG[name]()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12e6
+
+
 LAYOUTS = {
     "strided": patterns.strided_attention,
     "strided, far": lambda *of, **how: patterns.strided_attention(*of, part="far", **how),
     "fixed": patterns.fixed_attention,
     "fixed, far": lambda *of, **how: patterns.fixed_attention(*of, part="far", **how),
     "small world": patterns.small_world_attention,
+    "dilated": patterns.dilated,
+    "bigbird": patterns.bigbird,
     "all rewired": lambda *of, **how: patterns.small_world_attention(*of, rewire=1, **how),
     "a band": lambda *of, **how: patterns.small_world_attention(*of, rewire=0, **how),
 }
@@ -113,6 +186,14 @@ def test_bad_input():
         (lambda: patterns.strided_attention(32, 8, part="left"), "part: expected one of all, near, far, got 'left'"),
         (lambda: patterns.fixed_attention(32, (8, 4)), "block_size: expected an int, 1 or more"),
         (lambda: patterns.fixed_attention(32, 8, 2, 3), "summary: expected an int, 1 or more and below 3, got 3"),
+        (lambda: patterns.sliding_window(32, 0), "window: expected an int, 1 or more, got 0"),
+        (lambda: patterns.sliding_window(32, (1, 2, 3)), r"window: expected a pair \(left, right\) .*got \(1, 2, 3\)"),
+        (lambda: patterns.sliding_window(32, (-2, 0)), r"window: expected a pair .* where -1 stands for all"),
+        (lambda: patterns.documents([4, -1]), "lengths: expected 0 or more tokens per document"),
+        (lambda: patterns.documents([0, 0]), "lengths: expected .* a token in one"),
+        (lambda: patterns.documents([1.5]), "lengths: expected a vector of ints"),
+        (lambda: patterns.dilated(32, 8, dilation=0), "dilation: expected an int, 1 or more, got 0"),
+        (lambda: patterns.bigbird(30, 8), "tokens: expected a multiple of the block, 8, got 30"),
         (lambda: patterns.small_world_attention(32, 8, 4), "neighbors: expected an int, 0 or more and below .* 4"),
         (lambda: patterns.small_world_attention(32, 8, 2, 1.5), "rewire: expected a number from 0 to 1, got 1.5"),
         (lambda: patterns.small_world_attention(32, 8, 2, seed=-1), "seed: expected an int, 0 or more"),

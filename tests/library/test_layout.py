@@ -309,3 +309,36 @@ def test_crop_is_that_of_the_mask(rows, columns):
 def test_crop_refuses_other_sizes(rows, columns, said):
     with pytest.raises(bs.BlockSparseError, match=said):
         bs.patterns.dense((24, 30), block_size=(4, 3)).crop(rows, columns)
+
+
+@given(layouts(), st.data())
+def test_selections_are_those_of_the_mask(layout, data):
+    keys = tuple(data.draw(st.one_of(st.integers(-n, n - 1), st.slices(n))) for n in layout.grid)
+    rows, columns = (slice(k, k + 1 or None) if isinstance(k, int) else k for k in keys)
+    mask = layout.mask().numpy()[rows, columns]
+    if mask.size and all(isinstance(k, int) or k.step in (None, 1) for k in keys):
+        assert layout[keys] == BlockLayout(mask, layout.block_shape)
+    else:
+        with pytest.raises(BlockSparseError, match="ints or slices with step 1 that select"):
+            layout[keys]
+    assert layout[-1] == layout[-1:]
+
+
+def test_unions_and_intersections():
+    one, other = (bs.patterns.random((24, 30), block_size=(4, 3), density=0.4, seed=i) for i in (1, 2))
+    assert torch.equal((one | other).mask(), one.mask() | other.mask())
+    assert torch.equal((one & other).mask(), one.mask() & other.mask())
+    assert (one & other).block_shape == (4, 3)
+    for wrong in (other[1:], bs.patterns.dense((48, 60), (8, 6))):
+        with pytest.raises(
+            BlockSparseError, match=r"layout \| layout: expected the grid and block size of BlockLayout"
+        ):
+            one | wrong
+    with pytest.raises(TypeError):
+        one & one.mask()
+
+
+@pytest.mark.parametrize("key", [(0, 0, 0), 7, -7, slice(3, 3), slice(None, None, 2), None, True, 1.0, (0, "a")])
+def test_selections_that_are_refused(key):
+    with pytest.raises(BlockSparseError, match=r"layout\[...\]: expected ints or slices"):
+        bs.patterns.dense((24, 30), block_size=(4, 3))[key]

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..convert import to_dense
 from ..errors import BlockSparseError
 from ..files import path_of, read_json
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout
+from ..state_indices import layout_of_indices
 
 Checkpoint = str | Path | Mapping[str, Any]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout
+from ..state_indices import layout_of_indices
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint import as_json, parsed
 from ..errors import BlockSparseError
 from ..files import path_of
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
+from ..state_indices import layout_of_indices
 from ..surgery.sharding import local_of
 from ..surgery.weight_handle import handle_of
 from .fsdp import sharded_like

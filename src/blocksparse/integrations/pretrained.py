@@ -18,9 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checked import checked_block, integer
 from ..conversion.densify import densify
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.quantized import QuantizedLinear
+from ..state_indices import layout_of_indices
 from ..surgery.prunable import survey
 from ..surgery.replace import replace_with_sparse
 

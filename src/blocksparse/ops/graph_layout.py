@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checked import checked_array, checked_ints
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, layout_of_indices
-from ..state_indices import has_indices
+from ..layout import BlockLayout
+from ..state_indices import has_indices, layout_of_indices
 
 
 class GraphLayout(NamedTuple):

@@ -1,20 +1,25 @@
 """Functions that make layouts: of weights, and of attention between queries and keys."""
 
-from .attention import fixed_attention, small_world_attention, strided_attention
+from .attention import bigbird, dilated, fixed_attention, small_world_attention, strided_attention
 from .random_layouts import erdos_renyi, random
 from .regular import banded, block_diagonal, butterfly, dense, shuffled_block_diagonal
 from .small_worlds import barabasi_albert, watts_strogatz, watts_strogatz_2d
+from .windows import documents, sliding_window
 
 __all__ = [
     "banded",
     "barabasi_albert",
+    "bigbird",
     "block_diagonal",
     "butterfly",
     "dense",
+    "dilated",
+    "documents",
     "erdos_renyi",
     "fixed_attention",
     "random",
     "shuffled_block_diagonal",
+    "sliding_window",
     "small_world_attention",
     "strided_attention",
     "watts_strogatz",

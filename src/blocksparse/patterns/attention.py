@@ -1,4 +1,4 @@
-"""Layouts (queries, keys) for `bs.nn.attention`: strided, fixed and small-world attention.
+"""Layouts (queries, keys) for `bs.nn.attention`: strided, fixed, dilated, small-world and BigBird attention.
 
 Distances and widths are in blocks; with block size 1 they are in tokens, as in the papers. A causal layout has no block
 after the diagonal. Inside the blocks on the diagonal, `bs.nn.attention(..., causal=True)` masks later keys. No row is
@@ -15,6 +15,7 @@ import numpy as np
 from ..checked import checked_grid, integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from .windows import blocks_of_spans
 
 PARTS = ("all", "near", "far")
 
@@ -143,6 +144,83 @@ def small_world_attention(
         cols.append(np.concatenate([near[~moved], drawn + near.size * (drawn >= start)]))
     rows = np.repeat(np.arange(n), [row.size for row in cols])
     return BlockLayout.from_indices(rows, np.concatenate(cols), (n, n), block_size)
+
+
+def dilated(
+    tokens: int, block_size: int = 64, neighbors: int = 4, dilation: int = 2, causal: bool = True
+) -> BlockLayout:
+    """Return the layout of a dilated window: the query's own block and every `dilation`-th one before it.
+
+    Args:
+        tokens, block_size: as for `strided_attention`.
+        neighbors: blocks besides the query's own, on each side.
+        dilation: the distance between these blocks, in blocks; 1 gives a window without gaps.
+        causal: as for `strided_attention`.
+
+    Raises:
+        BlockSparseError: `tokens` is not a multiple of the block, or an argument is out of range.
+
+    >>> import blocksparse as bs
+    >>> bs.patterns.dilated(6, block_size=1, neighbors=1, dilation=2).mask().int()
+    tensor([[1, 0, 0, 0, 0, 0],
+            [0, 1, 0, 0, 0, 0],
+            [1, 0, 1, 0, 0, 0],
+            [0, 1, 0, 1, 0, 0],
+            [0, 0, 1, 0, 1, 0],
+            [0, 0, 0, 1, 0, 1]], dtype=torch.int32)
+
+    Source: Beltagy et al., Longformer: the long-document transformer (2020).
+    """
+    n, dilation = _blocks(tokens, block_size), integer("dilation", dilation, 1)
+    steps = dilation * np.arange(min(integer("neighbors", neighbors, 0), (n - 1) // dilation) + 1)
+    steps = steps if causal else np.concatenate([-steps, steps])
+    return _layout({"all": np.arange(n)[:, None] - steps}, "all", causal, block_size)
+
+
+def bigbird(
+    tokens: int,
+    block_size: int = 64,
+    neighbors: int = 1,
+    global_blocks: int = 1,
+    random_blocks: int = 3,
+    seed: int = 0,
+    causal: bool = False,
+) -> BlockLayout:
+    """Draw the layout of BigBird: a window, global blocks and some random blocks per row.
+
+    Args:
+        tokens, block_size: as for `strided_attention`.
+        neighbors: blocks of the window on each side of the query's own.
+        global_blocks: first blocks of the sequence, whose queries attend to all keys and whose keys all queries see.
+        random_blocks: blocks drawn per row from those that are left.
+        seed: an int, 0 or more.
+        causal: as for `strided_attention`.
+
+    Raises:
+        BlockSparseError: `tokens` is not a multiple of the block, or an argument is out of range.
+
+    >>> import blocksparse as bs
+    >>> bs.patterns.bigbird(10, block_size=1).mask().sum(1)
+    tensor([10,  6,  7,  7,  7,  7,  7,  7,  7,  6])
+
+    Source: Zaheer et al., Big Bird: transformers for longer sequences (2020).
+    """
+    n, random_blocks = _blocks(tokens, block_size), integer("random_blocks", random_blocks, 0)
+    neighbors, first = integer("neighbors", neighbors, 0), min(integer("global_blocks", global_blocks, 0), n)
+    rng = np.random.default_rng(integer("seed", seed, 0))
+    rows = np.arange(n)
+    start, end = np.maximum(rows - neighbors, first), np.minimum(rows + (0 if causal else neighbors) + 1, n)
+    drawn = []
+    for row in range(first, n):
+        width = end[row] - start[row]
+        others = (row + 1 if causal else n) - first - width  # neither in the window nor global
+        cols = rng.choice(others, min(random_blocks, others), replace=False, shuffle=False) + first
+        drawn.append(cols + width * (cols >= start[row]))
+    start[:first], end[:first] = first, rows[:first] + 1 if causal else n
+    lead = np.minimum(first, rows + 1) if causal else first
+    window = blocks_of_spans((0, np.broadcast_to(lead, n)), (start, end))
+    random = np.repeat(rows[first:], [each.size for each in drawn]), np.concatenate([*drawn, rows[:0]])
+    return BlockLayout.from_indices(*map(np.concatenate, zip(window, random, strict=True)), (n, n), block_size)
 
 
 def _blocks(tokens: Any, block_size: Any) -> int:

@@ -14,8 +14,8 @@ from blocksparse import checkpoint
 from blocksparse.checked import integer
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
-from blocksparse.layout import layout_of_indices
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.state_indices import layout_of_indices
 from blocksparse.topology.nnstd import Layer, layers_of, nnstd
 
 from . import charlm, classify, gpt, language_model

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from blocksparse.distributed.fsdp import sharded_like
 from blocksparse.distributed.state import local_box
 from blocksparse.errors import BlockSparseError
-from blocksparse.layout import layout_of_indices
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.state_indices import layout_of_indices
 from blocksparse.surgery.sharding import local_of
 from blocksparse.surgery.weight_handle import handle_of
 
