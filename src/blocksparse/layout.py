@@ -319,7 +319,7 @@ class BlockLayout:
 
     def _combine(self, other: object, sign: str, combine: Callable[..., np.ndarray]) -> BlockLayout:
         if not isinstance(other, BlockLayout):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         if (self.grid, self.block_shape) != (other.grid, other.block_shape):
             raise BlockSparseError.expected(f"layout {sign} layout", f"the grid and block size of {self!r}", other)
         return self._from_keys(combine(self.keys_of_blocks(), other.keys_of_blocks()), self.grid, self.block_shape)

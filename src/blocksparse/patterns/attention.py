@@ -219,8 +219,9 @@ def bigbird(
     start[:first], end[:first] = first, rows[:first] + 1 if causal else n
     lead = np.minimum(first, rows + 1) if causal else first
     window = blocks_of_spans((0, np.broadcast_to(lead, n)), (start, end))
-    random = np.repeat(rows[first:], [each.size for each in drawn]), np.concatenate([*drawn, rows[:0]])
-    return BlockLayout.from_indices(*map(np.concatenate, zip(window, random, strict=True)), (n, n), block_size)
+    at_random = np.repeat(rows[first:], [each.size for each in drawn])
+    all_rows, cols = np.append(window[0], at_random), np.concatenate([window[1], *drawn])
+    return BlockLayout.from_indices(all_rows, cols, (n, n), block_size)
 
 
 def _blocks(tokens: Any, block_size: Any) -> int:
