@@ -18,6 +18,7 @@ from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.lstm import LstmBench, LstmSpec
 from blocksparse_lab.models.char_lm import CharLMConfig
+from targets.layers import ExpertsBench, ExpertsSpec, GruBench, GruSpec
 from targets.transformer import AttentionBench, AttentionSpec, MlpBench, MlpSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -48,6 +49,8 @@ def _cases_to_check() -> Iterator[tuple[type[Bench], object]]:
         yield LstmBench, LstmSpec(config, 5, 4, dtype)
     yield MlpBench, MlpSpec(40, 0.25, 32, 256, hidden=384)
     yield AttentionBench, AttentionSpec(256, 0.4, 32, 32, heads=2)
+    yield ExpertsBench, ExpertsSpec(40, 0.25, 32, 256, hidden=384, experts=4, chosen=2)
+    yield GruBench, GruSpec(40, 0.25, 32, 256, steps=8)
 
 
 def _check_case(bench: Bench, spec: object) -> dict[str, tuple[float, float]]:

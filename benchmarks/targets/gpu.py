@@ -1,4 +1,4 @@
-"""Targets of the linear op, convolutions, recurrent networks and transformers on a GPU.
+"""Targets of linear products, convolutions, recurrent networks, transformers and experts on a GPU.
 
 A job gives the rows of one piece of work. Jobs can be listed without a GPU, and run on any `bench.device.Device`: on
 the CPU, to try the program.
@@ -40,6 +40,7 @@ from blocksparse_lab.bench.linear_specs import (
 )
 from blocksparse_lab.bench.lstm import LstmBench
 from blocksparse_lab.bench.report import short
+from targets.layers import LAYERS
 from targets.lstm import GPU_REACH as LSTM_REACH
 from targets.lstm import LstmTarget, shrink_spec
 from targets.memory import measure_step_memory
@@ -174,7 +175,7 @@ class GpuTargets:
         for lstm in LSTM_REACH:
             step = replace(lstm, spec=shrink_spec(lstm.spec, self.shrink))
             yield step.work, format_minimum(step.ratio, step.peer), partial(self._lstm_rows, step)
-        for kind, full, least in TRANSFORMER:
+        for kind, full, least in (*TRANSFORMER, *LAYERS):
             part = full if self.shrink == 1 else full.shrunk()
             yield f"{part}", format_minimum(least, "dense"), partial(self._transformer_rows, kind, part, least)
         for peer, ratio in GPU_MEAN.items():

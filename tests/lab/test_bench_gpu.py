@@ -395,7 +395,7 @@ def test_check_covers_all_ops_and_reports_failures(script, monkeypatch):
     status, said, _ = script("--check", "--device", "cpu")
     assert status == 0
     assert "WRONG" not in said
-    for name in ("LinearSpec", "ConvSpec", "LstmSpec", "gated MLP", "attention"):
+    for name in ("LinearSpec", "ConvSpec", "LstmSpec", "gated MLP", "attention", "2 of 4 experts", "GRU"):
         assert f"right {name}" in said
     monkeypatch.setattr(contract, "DTYPES", ("float32",))
     monkeypatch.setattr(contract.LstmBench, "case", lambda self, spec: 1 / 0)
