@@ -175,7 +175,7 @@ def check_optimizer_state(
         remedy: a hint at the end of the error.
     """
     for key, value in state.items():
-        if averaged_axis(key, value, parameter.shape) is not None:
+        if averaged_axis(key, value, parameter.shape) is not None or is_block_age(key, value, parameter.shape):
             continue
         size = value.numel() if isinstance(value, torch.Tensor) else 1
         if isinstance(value, list | tuple | deque):
@@ -187,6 +187,14 @@ def check_optimizer_state(
                 f"the shape of {name}, {list(parameter.shape)}" + (", or one number" if scalars else ""),
                 f"{got}; {remedy}",
             )
+
+
+BLOCK_AGE = "block_age"  # the state in which `BlockClock` counts the steps of each block
+
+
+def is_block_age(name: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether a state of a parameter of this shape has the ages of its blocks, `[nnz, 2]`."""
+    return name == BLOCK_AGE and isinstance(value, torch.Tensor) and list(value.shape) == [shape[0], 2]
 
 
 def averaged_axis(name: str, value: Any, shape: torch.Size) -> int | None:

@@ -81,10 +81,11 @@ def wrapped(net, how):
 
 
 def save(folder, how="plain"):
-    """Train the same net in every process and save it; return its state."""
+    """Train the same net in every process, with a clock per block, and save it after a change; return its state."""
     net = wrapped(Net(0), how)
-    optimizer = adam(net)
+    optimizer = bs.sparsity.BlockClock(adam(net))
     train(net, optimizer)
+    bs.sparsity.SET(net, optimizer, init="zeros").step()
     save_checkpoint(net, folder, "model.", optimizer, about={"step": 2})
     return state(getattr(net, "module", net), optimizer)
 

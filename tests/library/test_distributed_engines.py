@@ -170,6 +170,7 @@ ENGINES = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "tp_fsdp": tp_fsdp}
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "clock": lambda parameters: bs.sparsity.BlockClock(torch.optim.AdamW(parameters, lr=0.01), warmup=5),
 }
 DENSE = {"gradual", "threshold"}
 
@@ -223,7 +224,8 @@ def compare(name, engine, optimizer, method):
 COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 
 
-# Cases that always run; the others are `full`.
+# Cases that always run, with AdamW or with a clock; the others are `full`.
+WITH_CLOCK = {("ddp", "set"), ("fsdp", "rigl"), ("tp", "set")}
 USUAL = {
     "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set"),
                ("ddp", "ties"), ("fsdp", "ties"), ("tp", "ties")},
@@ -241,7 +243,8 @@ def cases():
                 continue  # the number of blocks changes, so the model would have to be wrapped again
             if name == "mixed" and (count != COUNTS[engine] or optimizer == "sgd"):
                 continue
-            usual = (engine, method) in USUAL[name] and optimizer == "adamw" and (name == "mixed" or count == 2)
+            of_optimizer = {"adamw": USUAL[name], "clock": WITH_CLOCK if name == "linear" else set()}
+            usual = (engine, method) in of_optimizer.get(optimizer, ()) and (name == "mixed" or count == 2)
             yield pytest.param(name, count, engine, method, optimizer, marks=() if usual else pytest.mark.full)
 
 

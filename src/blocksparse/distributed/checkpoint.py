@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from ..checked import BLOCK_AGE, is_block_age
 from ..checkpoint import as_json, parsed
 from ..errors import BlockSparseError
 from ..files import path_of
@@ -182,7 +183,8 @@ def _entries(
         optimizer_state = state.optimizer.state.get(parameter, {})
         for key, value in optimizer_state.items():
             if isinstance(value, Tensor):
-                add(f"{name}/{key}", value, name if value.shape == parameter.shape else f"{name}/{key}")
+                per_block = value.shape == parameter.shape or is_block_age(key, value, parameter.shape)
+                add(f"{name}/{key}", value, name if per_block else f"{name}/{key}")
         others = {key: value for key, value in optimizer_state.items() if not isinstance(value, Tensor)}
         group, kind = _hyperparameters(state, parameter), type(state.optimizer).__name__
         tensors[f"{prefix}{name}/group"] = _json_tensor({"optimizer": kind, "group": group, "state": others})
@@ -342,6 +344,11 @@ class _Loading:
             if size == self.sizes[name]:
                 # In the parameter's memory format and sharding, but of its own dtype.
                 value = self._allocate(full, parameter.detach().to(dtype), rows)
+            elif key == BLOCK_AGE:
+                ages = local_of(parameter.detach()).new_empty(len(local_of(parameter)), 2, dtype=dtype)
+                if isinstance(parameter, DTensor):
+                    ages = sharded_like(parameter, ages, len(parameter))
+                value = self._allocate(full, ages, rows)
             else:
                 value = torch.empty(size, dtype=dtype, device=_device_of(key, parameter, self.state))
                 self.tensors[self.prefix + full] = value

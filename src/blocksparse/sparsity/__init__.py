@@ -18,6 +18,7 @@ from .pruning.movement import MovementPruning
 from .pruning.prune_gated_blocks import prune_gated_blocks
 from .pruning.threshold import ThresholdPruning, percentiles
 from .selection import block_norms
+from .sparse_training.block_clock import BlockClock
 from .sparse_training.densities import erdos_renyi_density, erk
 from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
@@ -30,6 +31,7 @@ __all__ = [
     "SGD",
     "SRSTE",
     "ActivationScores",
+    "BlockClock",
     "Distillation",
     "GradualBlockPruning",
     "GradualPruning",

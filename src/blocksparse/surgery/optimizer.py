@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
-from ..checked import averaged_axis, check_optimizer_state
+from ..checked import BLOCK_AGE, averaged_axis, check_optimizer_state, is_block_age
 from ..errors import BlockSparseError
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .sharding import local_of
@@ -18,6 +18,7 @@ from .sharding import local_of
 # The initial state of new weights, by the names that PyTorch and other libraries use:
 # means of gradients begin at 0,
 FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "neg_pre_grad", "last_grad", "moment1"}
+FROM_ZERO |= {BLOCK_AGE}
 # means and copies of the weight (ASGD, schedule-free optimizers, Prodigy, Lookahead) at the weight,
 FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_params", "lookahead_slow_buff"}
 # the step sizes of Rprop at the learning rate.
@@ -33,11 +34,16 @@ MIN_SECOND_MOMENT = 1e-30
 GRADIENT_SPREAD = 1.5
 
 
+# Optimizers with a `BlockClock`, under which second moments of new blocks start at 0.
+clocked: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
 class ParameterState(NamedTuple):
-    """The writable state of one optimizer for a parameter, and the parameter's group."""
+    """The writable state of one optimizer for a parameter, the parameter's group, and whether it has a `BlockClock`."""
 
     state: dict[str, Any]
     group: Mapping[str, Any]
+    clocked: bool = False
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
@@ -106,14 +112,24 @@ def states_of(parameter: Tensor, optimizer: Any = None) -> list[ParameterState]:
     states: dict[int, ParameterState] = {}
     for each in trainers_of(parameter, optimizer):
         state = each.state.get(parameter)
+        if not state and has_block_clock(each) and type(each).__name__ == "SGD":  # without momentum it keeps no state
+            states[id(each.state[parameter])] = ParameterState(each.state[parameter], {}, True)
         if state:  # a wrapper may share the dict of the optimizer inside
-            states.setdefault(id(state), ParameterState(state, _group_of(each, parameter) or {}))
+            known = states.get(id(state))
+            has_clock = has_block_clock(each) or (known is not None and known.clocked)
+            group = known.group if known else _group_of(each, parameter) or {}
+            states[id(state)] = ParameterState(state, group, has_clock)
     return list(states.values())
+
+
+def has_block_clock(optimizer: Any) -> bool:
+    """Return whether a `BlockClock` corrects the steps of this optimizer."""
+    return isinstance(optimizer, torch.optim.Optimizer) and optimizer in clocked
 
 
 def follows_blocks(name: str, state: Any, shape: torch.Size) -> bool:
     """Return whether a state has entries per block of values of this shape: the same shape, or a factor of it."""
-    if isinstance(state, Tensor) and state.shape == shape:
+    if (isinstance(state, Tensor) and state.shape == shape) or is_block_age(name, state, shape):
         return True
     return len(shape) > 2 and averaged_axis(name, state, shape) is not None
 
@@ -225,6 +241,8 @@ def _convert_state(state: dict[str, Any], shape: torch.Size, convert: Callable[[
     """Return the state of a parameter of this shape, with each tensor per weight converted."""
     new = {}
     for name, each in state.items():
+        if name == BLOCK_AGE:  # a dense weight has none
+            continue
         axis = averaged_axis(name, each, shape)
         if axis is not None:
             # Blocks have other rows and columns than the matrix, so the squares are averaged again.

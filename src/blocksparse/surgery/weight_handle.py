@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checked import BLOCK_AGE
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from .optimizer import Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
+from .optimizer import SECOND_MOMENTS, Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
 from .sharding import local_of, may_be_sharded, sharding
 
 NewValues = Tensor | Callable[[np.ndarray], Tensor]
@@ -143,12 +144,18 @@ class WeightHandle(ABC):
             nnz: the number of blocks in the module's new layout.
         """
         grown = grown.to(values.device)
-        for state, group in states_of(self.parameter, optimizer):
+        for state, group, has_clock in states_of(self.parameter, optimizer):
+            if has_clock and survivors is not None and BLOCK_AGE not in state:
+                ages = torch.full((len(self.local), 2), 255.0, device=values.device)  # all blocks are as old as can be
+                state[BLOCK_AGE] = self._shard_state(self.parameter, ages, self.parameter.shape[0])
             for name, tensor in state.items():
                 if not follows_blocks(name, tensor, self.parameter.shape):
                     continue
                 local = local_of(tensor)
-                start = 0 if survivors is None else start_of(name, group, partial(self._measure, local, survivors))
+                if survivors is None or (has_clock and name in SECOND_MOMENTS):
+                    start: float | None = 0.0
+                else:
+                    start = start_of(name, group, partial(self._measure, local, survivors))
                 moved = move(local)
                 moved[grown] = values[grown].to(moved) if start is None else start
                 state[name] = self._shard_state(tensor, moved, nnz)
@@ -269,7 +276,7 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
 
 def carry_state(optimizer: Any, parameter: Tensor, source: Tensor) -> None:
     """Remap the optimizer state of a parameter that loses rows, before the parameter itself changes."""
-    for state, _ in states_of(parameter, optimizer):
+    for state, *_ in states_of(parameter, optimizer):
         for name, tensor in state.items():
             if follows_blocks(name, tensor, parameter.shape):
                 state[name] = remap_blocks(tensor, source)

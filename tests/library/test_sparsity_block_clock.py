@@ -1,0 +1,213 @@
+"""A clock per block: new blocks train as new parameters, in every supported optimizer, after any interruption."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.checked import BLOCK_AGE
+from blocksparse.sparsity import BlockClock
+from loops import update
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BETAS = ((0.9, 0.999), (0.9, 0.95), (0.5, 0.9999), (0.99, 0.9))
+ADAMS = {
+    f"{kind.__name__}-{first}-{second}": (
+        lambda params, kind=kind, betas=(first, second): kind(params, lr=1e-3, betas=betas)
+    )
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+    for first, second in BETAS
+}
+FORMS = {
+    "foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "AMSGrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "decay": lambda params: torch.optim.Adam(params, weight_decay=0.1),
+    "maximize": lambda params: torch.optim.NAdam(params, weight_decay=0.1, maximize=True),
+    "decoupled": lambda params: torch.optim.NAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for each in self.param_groups[0]["params"] if each.grad is not None):
+            mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            parameter.sub_(torch.sign(mean.lerp(parameter.grad, 0.1)), alpha=self.param_groups[0]["lr"])
+            mean.lerp_(parameter.grad, 0.01)
+
+
+WARMED = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, weight_decay=0.1),
+    "bs.sparsity.SGD": lambda params: bs.sparsity.SGD(params, lr=1e-3),
+    "Lion": Lion,
+}
+
+
+def draw_gradient(layer, new=None, ratio=1.0):
+    layer.values.grad = torch.randn_like(layer.values)
+    if new is not None:
+        layer.values.grad[new] *= ratio
+
+
+def grown(make, warmup, steps=200):
+    """A layer with an optimizer under a clock, after some steps and a change; and which blocks are new."""
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(96, 64, density=0.25, block_size=8)
+    clock = BlockClock(make(layer.parameters()), warmup)
+    for _ in range(steps):
+        draw_gradient(layer)
+        clock.step()
+    sources = []
+    bs.sparsity.SET(layer, clock, init="zeros", on_layout_change=lambda _, source: sources.append(source)).step()
+    return layer, clock, sources[0] < 0
+
+
+def moves(layer, optimizer):
+    """Steps, and returns how far each block has moved: the root of its mean square, in learning rates."""
+    before = layer.values.detach().clone()
+    optimizer.step()
+    moved = (layer.values.detach() - before).square().flatten(1).mean(1).sqrt()
+    return moved / float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize("ratio", [0.1, 1, 30])
+@pytest.mark.parametrize("name", ADAMS)
+def test_new_blocks_move_by_1_2_learning_rates_at_most(name, ratio, warmup):
+    layer, clock, new = grown(ADAMS[name], warmup)
+    assert new.any()
+    largest = []
+    for _ in range(150):
+        draw_gradient(layer, new, ratio)
+        largest.append(float(moves(layer, clock)[new].max()))
+    assert (0.01 if "RAdam" in name else 0.2) < max(largest) <= 1.2
+    if warmup:
+        assert largest[0] <= 1.2 / warmup
+
+
+@pytest.mark.parametrize("make", [*ADAMS.values(), *FORMS.values()], ids=[*ADAMS, *FORMS])
+def test_new_blocks_train_as_new_parameters(make):
+    layer, clock, new = grown(make, 0, steps=30)
+    plain, without = copy.deepcopy((layer, clock.optimizer))
+    alone = nn.Parameter(layer.values.detach()[new].clone())
+    optimizer = make([alone])
+    for _ in range(60):
+        draw_gradient(layer)
+        plain.values.grad, alone.grad = layer.values.grad.clone(), layer.values.grad[new].clone()
+        before = alone.detach().clone()
+        for each in (clock, without, optimizer):
+            each.step()
+        if isinstance(optimizer, torch.optim.RAdam) and optimizer.state[alone]["step"] < 6:
+            alone.data.copy_(before)  # RAdam's steps without its second moment are left out
+        torch.testing.assert_close(layer.values.detach()[new], alone.detach(), rtol=1e-5, atol=1e-7)
+        assert torch.equal(layer.values[~new], plain.values[~new]), "other blocks train as without a clock"
+
+
+@pytest.mark.parametrize("name", WARMED)
+def test_the_learning_rate_of_new_blocks_rises_linearly(name):
+    layer, clock, new = grown(WARMED[name], 10, steps=3)
+    plain = copy.deepcopy((layer, clock.optimizer))
+    for age in range(1, 15):
+        before = layer.values.detach().clone()
+        plain[0].values.data.copy_(before)
+        draw_gradient(layer)
+        plain[0].values.grad = layer.values.grad.clone()
+        clock.step()
+        plain[1].step()
+        expected = before + (plain[0].values.detach() - before) * torch.where(new, min(age / 10, 1), 1.0).view(-1, 1, 1)
+        torch.testing.assert_close(layer.values.detach(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_ages_follow_blocks_and_stop_at_the_largest():
+    layer, clock, new = grown(ADAMS["AdamW-0.9-0.999"], 5)
+    ages = clock.state[layer.values][BLOCK_AGE]
+    assert ages[~new].tolist() == [[255, 255]] * int((~new).sum())
+    ages[new] = torch.tensor([255.0, 0.0])
+    draw_gradient(layer)
+    clock.step()
+    assert ages[new].tolist() == [[0, 1]] * int(new.sum()), "256 in digits"
+    source = bs.sparsity.rewire(layer, [0], [], [], clock)
+    assert torch.equal(clock.state[layer.values][BLOCK_AGE], ages[source])
+    assert BLOCK_AGE not in bs.densify(nn.Sequential(layer), inplace=True, optimizer=clock)[0].state_dict()
+    clock.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_resumes_at_a_change_with_the_same_bits(dtype):
+    def start():
+        torch.manual_seed(0)
+        layer = bs.nn.Linear(48, 32, density=0.25, block_size=8).to(dtype)
+        clock = BlockClock(torch.optim.AdamW(layer.parameters(), lr=0.01), warmup=400)
+        return layer, clock, bs.sparsity.SET(layer, clock, init="zeros", every=150)
+
+    def train(layer, clock, method, first, last):
+        for t in range(first, last):
+            x = torch.randn(8, 48, generator=torch.Generator().manual_seed(t)).to(dtype)
+            update(clock, (layer(x) - 1).square().mean(), method)
+
+    for stop in (150, 151, 460):  # 460: a block of age 310, which bfloat16 cannot keep in one number
+        whole, first, second = start(), start(), start()
+        train(*whole, 0, 470)
+        train(*first, 0, stop)
+        for loaded, saved in zip(second, first, strict=True):
+            loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+        train(*second, stop, 470)
+        assert whole[0].layout == second[0].layout
+        assert torch.equal(whole[0].values, second[0].values)
+
+
+def test_copies_have_a_clock_of_their_own():
+    layer, clock, new = grown(ADAMS["Adam-0.9-0.999"], 10)
+    other, copied = copy.deepcopy((layer, clock))
+    assert copied.warmup == 10
+    for each, own in ((layer, clock), (other, copied)):
+        torch.manual_seed(1)
+        for _ in range(3):
+            draw_gradient(each)
+            own.step()
+    assert torch.equal(layer.values, other.values)
+    assert new.any()
+
+
+def test_updates_that_a_grad_scaler_skips_do_not_age():
+    layer, clock, new = grown(lambda params: torch.optim.AdamW(params, fused=True), 5)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (math.inf, 1.0):
+        scaler.scale(layer(torch.randn(8, 96)).square().mean() * factor).backward()
+        scaler.step(clock.optimizer)
+        scaler.update()
+        clock.zero_grad()
+    assert clock.state[layer.values][BLOCK_AGE][new].tolist() == [[1, 0]] * int(new.sum())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [getattr(torch.optim, name) for name in ("Adafactor", "Adagrad", "Adamax", "LBFGS", "RMSprop", "Muon")],
+)
+def test_other_optimizers_are_refused_by_name(kind):
+    parameters = [nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(bs.BlockSparseError, match=f"supports Adam, .* not {kind.__name__}: use one of them"):
+        BlockClock(kind(parameters))
+
+
+def test_bad_arguments():
+    parameters = [nn.Parameter(torch.ones(4, 4))]
+    adam = torch.optim.Adam(parameters)
+    with pytest.raises(bs.BlockSparseError, match="warmup: expected an int, 0 or more, got -1"):
+        BlockClock(adam, warmup=-1)
+    with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected a torch.optim.Optimizer, got list"):
+        BlockClock(parameters)
+    with pytest.raises(bs.BlockSparseError, match=r"capturable=True, but a CUDA graph runs no hooks"):
+        BlockClock(torch.optim.Adam(parameters, capturable=True))
+    BlockClock(adam)
+    with pytest.raises(bs.BlockSparseError, match="this Adam has a BlockClock already"):
+        BlockClock(adam)
