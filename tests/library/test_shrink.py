@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 import blocksparse as bs
 
 ACTIVATIONS = [nn.ReLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Identity, lambda: nn.LeakyReLU(inplace=True)]
-BOTH = pytest.mark.parametrize("traced", ["example", "fx"])
+BOTH = pytest.mark.parametrize("traced", ["example", "found"])
 
 
 def prune_units(model, seed=0, share=0.4):
@@ -211,6 +211,70 @@ def test_tensors_that_are_added_keep_a_unit_that_one_of_them_needs(traced):
     assert small.a.out_features == small.b.out_features == small.head.in_features == 3
 
 
+class Joined(nn.Module):
+    """Convolutions whose channels are concatenated and scaled by gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 9, 2, 2), nn.Linear(6, 17)
+        self.back, self.squeeze, self.last = nn.ConvTranspose2d(9, 9, 2, 2), nn.Linear(17, 6), nn.Conv2d(17, 2, 1)
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        x = torch.cat([x, F.relu(self.back(F.relu(self.down(x))))], 1)
+        gates = self.up(F.relu(self.squeeze(x.mean((2, 3))))).sigmoid()
+        return self.last(x * gates[:, :, None, None])
+
+
+class Gated(nn.Module):
+    """A gated MLP whose halves come from one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = nn.Linear(5, 12), nn.Linear(6, 4)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class ChangedThroughView(nn.Sequential):
+    """Its constants are not those that its biases say."""
+
+    def forward(self, x):
+        hidden = self[0](x)
+        hidden.transpose(0, 1).sigmoid_()
+        return self[1](hidden)
+
+
+def depthwise():
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 1), nn.BatchNorm2d(12), nn.ReLU6(), nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False),
+        nn.BatchNorm2d(12), nn.ReLU6(), nn.Conv2d(12, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2),
+    )  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "shape", "most"),
+    [
+        (depthwise, (2, 3, 8, 8), 0.5),
+        (Joined, (2, 3, 8, 8), 0.5),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(6, 20), backend="eager"), nn.Linear(20, 4)), (2, 6), 0.5),
+        (lambda: nn.DataParallel(nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 4))), (2, 6), 0.5),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 2, 1)), (2, 3, 8, 8), 1),
+        (Gated, (2, 5), 1),
+        (lambda: ChangedThroughView(nn.Linear(6, 20), nn.Linear(20, 4)), (2, 6), 1),
+    ],
+    ids=["depthwise", "joined", "compiled", "parallel", "grouped", "chunks", "changed"],
+)
+@pytest.mark.filterwarnings("ignore:shrink. these layers keep:blocksparse.SparsityWarning")
+def test_architectures_compute_the_same(make, shape, most, traced):
+    model = prune_units(make())
+    small = check(model, torch.randn(shape), traced == "example")
+    assert sum(p.numel() for p in small.parameters()) <= most * sum(p.numel() for p in model.parameters())
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -278,7 +342,7 @@ def test_control_flow_needs_an_example():
 
     model = Flow(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     nn.init.zeros_(model[0].weight[:5])
-    with pytest.raises(bs.BlockSparseError, match=r"torch\.fx cannot trace it .*: pass example="):
+    with pytest.raises(bs.BlockSparseError, match=r"no inputs were found that it accepts .*: pass example="):
         bs.shrink(model)
     assert check(model, torch.randn(3, 5))[0].out_features == 3
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..nn.quantized import QuantizedModule
+from ..surgery.connections import FeatureGroup, Port, trace_features
+from ..surgery.example_inputs import find_inputs
+from ..surgery.feature_trace import RETURNED, FeatureTrace
+from ..surgery.layer_rules import adds_constants
 from ..surgery.model_tools import copy_model, evaluation_mode
-from ..surgery.trace import greatest_difference, trace_example, trace_symbolically
-from ..surgery.units import (
-    RETURNED,
-    Analysis,
-    Features,
-    Units,
-    adds_constants,
-    is_layer,
-    is_transposed,
-    stored_weights,
-    weight_by_units,
-)
+from ..surgery.prunable import CONV1D, CONVOLUTIONS, TRANSPOSED, own_forward, qualified
 from .densify import densify
 from .speed import call_arguments
 
@@ -43,23 +39,24 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     - no layer that writes it has one. Its constant value is then added to the biases of the layers that read it. A
       convolution that pads with zeros would not see a constant at the border, so there the unit stays unless it is 0.
 
-    Between the layers may be activations, batch norms, dropout, pools, `flatten` and sums. Tensors that are added share
-    their units, so these go only if all layers agree. Block-sparse layers become dense first, see `densify`. In
-    evaluation mode the outputs are equal up to rounding. Heads of attention stay.
+    Between the layers may be activations, batch norms, depthwise convolutions, dropout, pools, `flatten`, sums and
+    concatenations. Tensors that are added share their units, so these go only if all layers agree. Block-sparse layers
+    become dense first, see `densify`. In evaluation mode the outputs are equal up to rounding. Heads of attention and
+    channels of grouped convolutions stay.
 
     Args:
         model: a dense or block-sparse model. It stays as it is.
         example: inputs to run it on: a tensor, a tuple or list of positional arguments or a dict of keyword arguments.
-            They find out which layer reads what, and the outputs of both models on them are compared. Without an
-            example, torch.fx traces the model with batches of inputs and the default values of optional arguments.
+            A call on them shows which layer reads what, and the outputs of both models on them are compared. Without an
+            example, inputs that the model accepts are looked for by the sizes of its layers.
 
     Returns:
         The smaller model; modules of torch.nn, except for recurrent layers that stay ours. A SparsityWarning names
         layers whose units have no function but stay, with the reasons.
 
     Raises:
-        BlockSparseError: not a module; layers in 8 bits; a model that torch.fx cannot trace without an example; an
-            example that the model does not accept; outputs that would differ.
+        BlockSparseError: not a module; layers in 8 bits; an example that the model does not accept; no example, and no
+            inputs were found; outputs that would differ.
 
     >>> import torch, blocksparse as bs
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 100), torch.nn.ReLU(), torch.nn.Linear(100, 3))
@@ -80,22 +77,17 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
         )
     dense = densify(model)
     with evaluation_mode(dense):
-        args, kwargs = call_arguments(example)
-        if example is None:
-            trace, before = trace_symbolically(dense), None
-        else:
-            before, tolerance = _run(dense, args, kwargs)
-            trace = trace_example(dense, args, kwargs)
-        while _remove_units(Analysis(dense, trace)):
+        args, kwargs = call_arguments(find_inputs(dense) if example is None else example)
+        before, tolerance = _run(dense, args, kwargs)
+        while _remove_units(*(traced := trace_features(dense, args, kwargs, for_removal=True))):
             pass
-        if before is not None:
-            error = greatest_difference(before, _run(dense, args, kwargs)[0])
-            if not error <= tolerance:
-                raise BlockSparseError.expected(
-                    "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
-                )
-        if left := _left(Analysis(dense, trace)):
-            lines = ["shrink: these layers keep units without a function", *format_reasons(left)]
+        error = _difference(before, _run(dense, args, kwargs)[0])
+        if not error <= tolerance:
+            raise BlockSparseError.expected(
+                "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
+            )
+        if useless := _useless(*traced):
+            lines = ["shrink: these layers keep units without a function", *format_reasons(useless)]
             warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=3)
     return dense
 
@@ -118,105 +110,155 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             raise BlockSparseError.expected("example", "inputs that the model accepts", error) from error
 
 
-def _remove_units(analysis: Analysis) -> bool:
-    """Remove units up to a change of biases, which the analysis does not know; return whether anything changed."""
-    changed = False
-    for units in analysis.groups():
-        removed, folded = _remove(units)
-        changed |= removed
-        if folded:
-            break
-    return changed
+def _difference(ours: Any, theirs: Any) -> float:
+    """Return the greatest relative difference of the tensors in two results, inf if their shapes differ."""
+    pairs = [
+        [each.double() for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and not each.is_complex()]
+        for result in (ours, theirs)
+    ]
+    if len(pairs[0]) != len(pairs[1]):
+        return math.inf
+    errors = [0.0]
+    for one, other in zip(*pairs, strict=True):
+        if one.shape != other.shape or not torch.equal(one.isnan(), other.isnan()):
+            return math.inf
+        one, other = one.nan_to_num(), other.nan_to_num()
+        scale = float(one.abs().max()) if one.numel() else 1.0
+        difference = float((one - other).abs().max()) if one.numel() else 0.0
+        errors.append(difference / max(scale, 1e-12))
+    return max(errors)
 
 
-def _removable(units: Units) -> Tensor:
+def _remove_units(groups: list[FeatureGroup], trace: FeatureTrace) -> bool:
+    """Remove the units that no layer needs, except for one per group; return whether anything was removed."""
+    removed = {group: _removable(group) for group in groups if group.consumers and _obstacle(group, trace) is None}
+    for group, units in removed.items():
+        units[0] &= not units.all()
+        for port in group.consumers:
+            _add_constants(port, units)
+    deleted: dict[tuple[Any, str, int], set[int]] = {}
+    for group, units in removed.items():
+        for port in group.ports if units.any() else ():
+            axes = {_name_of(port.module, tensor): axis for tensor, axis in port.tensors}
+            if port in group.producers and port.module.bias is not None:  # it may be new
+                axes["bias"] = 0
+            for name, axis in axes.items():
+                lines = port.positions[units.numpy()].ravel().tolist()
+                deleted.setdefault((port.module, name, axis), set()).update(lines)
+    for (module, name, axis), lines in deleted.items():
+        _delete(module, name, axis, lines)
+    return bool(deleted)
+
+
+def _removable(group: FeatureGroup) -> Tensor:
     """Return which units no layer needs, bool `[units]`."""
-    unneeded = torch.ones(units.size, dtype=torch.bool)
-    for module, x in units.consumers:
-        constant = x.constant if adds_constants(module) else x.constant.masked_fill(x.constant != 0, torch.nan)
-        unneeded &= _unread(module, x) | ~constant.isnan()
+    unneeded = torch.ones(group.size, dtype=torch.bool)
+    for port in group.consumers:
+        constants = port.constants if port.constants is not None else torch.full(port.positions.shape, torch.nan)
+        is_known = ~constants.isnan() & (adds_constants(port.module) | (constants == 0))
+        unneeded &= _is_zero(port) | is_known.all(1)
     return unneeded
 
 
-def _unread(module: Any, x: Features) -> Tensor:
+def _is_zero(port: Port) -> Tensor:
     """Return for which units a layer has only weights of 0, bool `[units]`."""
-    zero = ~stored_weights(module).any(2).any(0).cpu()
-    return zero.view(x.units.size, -1).all(1)
+    weight, axis = port.tensors[0]
+    zero = (weight.detach() == 0).movedim(axis, 0).flatten(1).all(1).cpu()
+    return zero[torch.from_numpy(port.positions)].all(1)
 
 
-def _remove(units: Units) -> tuple[bool, bool]:
-    """Remove the units that no layer needs, but leave one; return whether anything changed, and whether biases did."""
-    if units.reason or not units.consumers:
-        return False, False
-    keep = ~_removable(units)
-    if not keep.any():
-        keep[0] = True
-    if keep.all():
-        return False, False
-    folded = False
-    for module, x in units.consumers:
-        folded |= _add_constants(module, x, keep)
-        inputs = keep.repeat_interleave(stored_weights(module).shape[1] // keep.numel())
-        _select(module, "weight", inputs, axis=0 if is_transposed(module) else 1)
-    for module in units.producers:
-        _select(module, "weight", keep, axis=1 if is_transposed(module) else 0)
-        _select(module, "bias", keep)
-    for norm in units.norms:
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            _select(norm, name, keep)
-        norm.num_features = int(keep.sum())
-    return True, folded
-
-
-def _add_constants(module: Any, x: Features, keep: Tensor) -> bool:
-    """Add the constant inputs that are removed to a layer's bias; return whether it changed."""
-    constant = x.constant.masked_fill(keep | x.constant.isnan(), 0)
-    if not constant.any():
-        return False
-    weight = weight_by_units(module).double().sum(2)
-    added = weight.view(weight.shape[0], x.units.size, -1).sum(2) @ constant.to(weight.device)
+def _add_constants(port: Port, removed: Tensor) -> None:
+    """Add the constant inputs that are removed to a layer's bias."""
+    if port.constants is None:
+        return
+    module: Any = port.module
+    weight, axis = port.tensors[0]
+    constants = torch.zeros(weight.shape[axis], dtype=torch.float64)
+    constants[torch.from_numpy(port.positions[removed.numpy()])] = port.constants[removed].nan_to_num(0)
+    added = weight.detach().double().movedim(axis, 1).unsqueeze(2).flatten(2).sum(2) @ constants.to(weight.device)
     if not added.any():
-        return False
+        return
     if module.bias is None:
-        module.bias = nn.Parameter(added.to(module.weight.dtype), requires_grad=module.weight.requires_grad)
+        module.bias = nn.Parameter(added.to(weight.dtype), requires_grad=weight.requires_grad)
     else:
         module.bias.copy_(module.bias.double() + added)
-    return True
 
 
-def _select(module: Any, name: str, keep: Tensor, axis: int = 0) -> None:
-    """Keep some rows of a parameter or buffer, and set the sizes of a layer."""
+def _name_of(module: nn.Module, tensor: Tensor) -> str:
+    """Return the name of a parameter or buffer in its module."""
+    return next(name for name, each in (module._parameters | module._buffers).items() if each is tensor)
+
+
+def _delete(module: Any, name: str, axis: int, lines: set[int]) -> None:
+    """Delete lines of a parameter or buffer, and set the sizes of its module."""
     tensor = getattr(module, name)
-    if tensor is None:
-        return
-    chosen = tensor.detach().index_select(axis, keep.nonzero().squeeze(1).to(tensor.device))
+    stays = torch.from_numpy(np.setdiff1d(np.arange(tensor.shape[axis]), list(lines)))
+    chosen = tensor.detach().index_select(axis, stays.to(tensor.device))
     if not isinstance(tensor, nn.Parameter):
         setattr(module, name, chosen)
         return
     setattr(module, name, nn.Parameter(chosen, requires_grad=tensor.requires_grad))
-    if name == "weight" and is_layer(module):
-        outputs, inputs = reversed(chosen.shape[:2]) if is_transposed(module) else chosen.shape[:2]
-        sizes = ("out_features", outputs), ("in_features", inputs), ("out_channels", outputs), ("in_channels", inputs)
-        for key, size in (*sizes, ("nf", outputs), ("nx", inputs)):
-            if key in vars(module):
-                setattr(module, key, size)
+    if name != "weight":
+        return
+    sizes: dict[str, int] = {"num_features": len(chosen)}
+    if _is_layer(module):
+        is_transposed = type(module) in TRANSPOSED or qualified(type(module)) == CONV1D
+        outputs, inputs = reversed(chosen.shape[:2]) if is_transposed else chosen.shape[:2]
+        if getattr(module, "groups", 1) > 1:  # depthwise
+            outputs = inputs = len(chosen)
+            sizes["groups"] = outputs
+        sizes |= {"out_features": outputs, "out_channels": outputs, "nf": outputs}
+        sizes |= {"in_features": inputs, "in_channels": inputs, "nx": inputs}
+    for key in sizes.keys() & vars(module).keys():
+        setattr(module, key, sizes[key])
 
 
-def _left(analysis: Analysis) -> dict[str, str]:
-    """Return why units without a function were left, by the name of the layer that writes them."""
-    left: dict[str, str] = {}
-    for units in analysis.groups():
-        reason = units.reason
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether the module is a layer that can lose units."""
+    return type(module) in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or qualified(type(module)) == CONV1D
+
+
+def _obstacle(group: FeatureGroup, trace: FeatureTrace) -> str | None:
+    """Return why no unit of a group may be removed, or None."""
+    reasons = (reason for port in group.ports if (reason := _obstacle_of_module(port.module, trace)))
+    return next(reasons, None) or group.excluded or group.unremovable
+
+
+def _obstacle_of_module(module: nn.Module, trace: FeatureTrace) -> str | None:
+    """Return why a module must keep its weights, or None."""
+    if not (_is_layer(module) or isinstance(module, _BatchNorm)):
+        return f"{trace.names[module] or 'the model'} ({type(module).__name__}) reads them"
+    if own := own_forward(module):
+        return own
+    if "weight" not in module._parameters or "bias" not in module._parameters:
+        return "its weight is computed in each call: remove the parametrization first"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks"
+    return "the model calls it several times" if trace.calls[module] > 1 else None
+
+
+def _useless(groups: list[FeatureGroup], trace: FeatureTrace) -> dict[str, str]:
+    """Return why units without a function stay, by the name of a layer that writes them."""
+    reasons: dict[str, str] = {}
+    for group in groups:
+        reason = _obstacle(group, trace)
         if reason == RETURNED:
             continue
-        useless = units.unwritten.clone()
-        if units.consumers:
-            useless |= torch.stack([_unread(module, x) for module, x in units.consumers]).all(0)
+        useless = torch.stack([_is_zero(port) for port in group.producers if port.tensors]).all(0)
+        if group.consumers:
+            useless |= torch.stack([_is_zero(port) for port in group.consumers]).all(0)
         if not reason:
-            layers = ", ".join(analysis.names[module] for module, _ in units.consumers if not adds_constants(module))
-            reason = f"they are constants that {layers}, padded or transposed, would not add to all outputs"
-            if not layers:
+            padded = ", ".join(port.name for port in group.consumers if not adds_constants(port.module))
+            if not padded:
                 continue
+            reason = f"they are constants that {padded}, padded or transposed, would not add to all outputs"
         if count := int(useless.sum()):
-            left[analysis.names[units.producers[0]] or "the model"] = f"{count} of {units.size} units: {reason}"
-    return left
+            named = [port.name for port in group.producers if _obstacle_of_module(port.module, trace) == reason]
+            name = (named or [port.name for port in group.producers])[0] or "the model"
+            reasons[name] = f"{count} of {group.size} units: {reason}"
+    written = {port.module for group in groups for port in group.producers}
+    for module, name in trace.names.items():  # layers whose weights are no parameters are in no group
+        reason = _obstacle_of_module(module, trace) if _is_layer(module) and module not in written else None
+        if reason and (count := int((module.weight == 0).flatten(1).all(1).sum())):
+            reasons[name] = f"{count} of {len(module.weight)} units: {reason}"
+    return reasons

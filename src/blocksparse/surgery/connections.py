@@ -10,21 +10,21 @@ Use:
 (6, ['0'], ['2'])
 
 The features of a group may be reordered: `group.permute(order)` reorders them in every tensor and leaves the model's
-outputs as they are, up to rounding. A feature whose producers are all empty is a constant: `Port.positions` are the
-lines to remove with it. The trace sees calls of torch's functions only, so compare the model's outputs afterwards.
+outputs as they are, up to rounding. `trace_features` also returns the groups whose order matters, and why features may
+not be removed. The trace sees calls of torch's functions only, so compare the model's outputs afterwards.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .feature_trace import FeatureTrace, UntracedCalls, WeightAxis
-from .layer_rules import LAYER_RULES, trace_sparse_layers
+from .feature_trace import RETURNED, FeatureTrace, UntracedCalls, WeightAxis
+from .layer_rules import LAYER_RULES, follow_modules
 from .model_tools import evaluation_mode, parameter_device
 
 
@@ -39,12 +39,15 @@ class Port:
             module, whose dense weight has it.
         positions: int64 `[features, lines]`: where each feature lies on the axis. A flattened channel has several
             lines.
+        constants: float64 `[features, lines]`: the inputs of a consumer that are equal in all calls, otherwise NaN;
+            None if they were not followed.
     """
 
     name: str
     module: nn.Module
     tensors: tuple[tuple[Tensor, int], ...]
     positions: np.ndarray
+    constants: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,9 @@ class FeatureGroup:
         batch_norms: batch norms and depthwise convolutions in between, with a channel for each feature.
         layer_norms: layer norms in between: they allow another order, but no removal.
         sections: int64 `[features]`: features may only move within their section, such as an attention head.
+        attends: whether attention compares or mixes them.
+        excluded: why their order matters, or None.
+        unremovable: why they may move but not be removed, or None.
     """
 
     size: int
@@ -66,6 +72,9 @@ class FeatureGroup:
     batch_norms: tuple[Port, ...] = ()
     layer_norms: tuple[Port, ...] = ()
     sections: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    attends: bool = False
+    excluded: str | None = None
+    unremovable: str | None = None
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -92,18 +101,31 @@ def find_features(model: nn.Module, *args: Any, **kwargs: Any) -> list[FeatureGr
     Returns:
         Groups of two features or more, in the order of the calls.
     """
-    trace = FeatureTrace(model, LAYER_RULES)
+    groups, _ = trace_features(model, args, kwargs)
+    return [group for group in groups if group.excluded is None and (group.consumers or group.attends)]
+
+
+def trace_features(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_removal: bool = False
+) -> tuple[list[FeatureGroup], FeatureTrace]:
+    """Return all groups of two features or more that layers compute, and the trace of the model's call.
+
+    Args:
+        model, args, kwargs: those of `find_features`.
+        for_removal: whether to follow constants, and to find out which features may not be removed.
+    """
+    trace = FeatureTrace(model, LAYER_RULES, for_removal)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), trace_sparse_layers(trace), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), follow_modules(trace), torch.compiler.set_stance("force_eager"):
             with evaluation_mode(model), UntracedCalls(trace), trace:
-                trace.exclude(model(*args, **kwargs))
+                trace.exclude(model(*args, **kwargs), RETURNED)
             if trace.unseen:  # such as an auxiliary head, which is called in training only
                 _trace_in_training(trace, model, args, kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    return _group_features(trace)
+    return _group_features(trace), trace
 
 
 def _trace_in_training(trace: FeatureTrace, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,9 +133,10 @@ def _trace_in_training(trace: FeatureTrace, model: nn.Module, args: Any, kwargs:
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gpus = [parameter_device(model)] if parameter_device(model).type == "cuda" else []
+    trace.in_training = True
     try:
         with torch.random.fork_rng(gpus), UntracedCalls(trace), trace:
-            trace.exclude(model.train()(*args, **kwargs))
+            trace.exclude(model.train()(*args, **kwargs), RETURNED)
     except Exception:  # the user's module may raise anything, say because it needs labels in training
         return
     finally:
@@ -126,9 +149,10 @@ def _trace_in_training(trace: FeatureTrace, model: nn.Module, args: Any, kwargs:
 def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
     """Group the features of a trace that lie on the same axes of weights and take part in the same attention."""
     feature_of_id = _connected_components(trace.id_count, trace.equal_ids)
-    is_excluded = np.zeros(trace.id_count, bool)
-    for ids in trace.excluded_ids:
-        is_excluded[feature_of_id[ids[ids >= 0]]] = True
+    excluded, unremovable = (
+        {feature: reason for ids, reason in reversed(entries) for feature in set(feature_of_id[ids[ids >= 0]].tolist())}
+        for entries in (trace.excluded, trace.unremovable)
+    )
     # A row for each call of attention: the head of each feature, counted from 1; 0 if it takes no part.
     heads = np.zeros((len(trace.heads), trace.id_count), np.int64)
     for row, (ids, head) in zip(heads, trace.heads, strict=True):
@@ -143,12 +167,18 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
     for feature, lines_by_axis in places.items():
         kinds = {axes[number].kind for number in lines_by_axis}
         attends = tuple((heads[:, feature] > 0).tolist())
-        if not is_excluded[feature] and "out" in kinds and ("in" in kinds or any(attends)):
+        if "out" in kinds:
             line_counts = tuple((number, len(lines)) for number, lines in lines_by_axis.items())
-            groups.setdefault((line_counts, attends, int(history[feature])), []).append(feature)
+            key = line_counts, attends, int(history[feature]), excluded.get(feature)
+            groups.setdefault(key, []).append(feature)
     return [
-        _make_group(axes, [places[feature] for feature in features], heads[:, features])
-        for features in groups.values()
+        replace(
+            _make_group(axes, [places[feature] for feature in features], heads[:, features]),
+            attends=any(key[1]),
+            excluded=key[3],
+            unremovable=next((unremovable[feature] for feature in features if feature in unremovable), None),
+        )
+        for key, features in groups.items()
         if len(features) > 1
     ]
 
@@ -157,6 +187,8 @@ def _places_of_features(axes: list[WeightAxis], feature_of_id: np.ndarray) -> di
     """Return where each feature lies: by feature and by index of the axis, its int64 lines on that axis."""
     places: dict[int, dict[int, np.ndarray]] = {}
     for number, axis in enumerate(axes):
+        if not len(axis.ids):
+            continue
         feature_of_line = feature_of_id[axis.ids]
         order = np.argsort(feature_of_line, kind="stable")
         features, starts = np.unique(feature_of_line[order], return_index=True)
@@ -176,7 +208,8 @@ def _make_group(axes: list[WeightAxis], places: list[dict[int, np.ndarray]], hea
     ports: dict[str, list[Port]] = {"out": [], "in": [], "norm": [], "layer_norm": []}
     for number in places[0]:
         axis, positions = axes[number], np.stack([lines_by_axis[number] for lines_by_axis in places])
-        ports[axis.kind].append(Port(axis.name, axis.module, axis.tensors, positions))
+        constants = None if axis.constants is None else axis.constants[torch.from_numpy(positions)]
+        ports[axis.kind].append(Port(axis.name, axis.module, axis.tensors, positions, constants))
     _, sections = np.unique(heads, axis=1, return_inverse=True)
     return FeatureGroup(
         size=len(places),

@@ -1,7 +1,7 @@
 """How layers connect features: which axes of a weight read its inputs and compute its outputs, for each known function.
 
-Each function takes the trace and the arguments of a torch function, records what it reads and computes, and returns the
-feature ids of its result; None if it does not know this use.
+Each rule takes the trace and the arguments of a torch function, records what it reads and computes, and returns the
+features of its result; None if it does not know this use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from ..nn.conv import Conv1d, Conv2d, Conv3d
 from ..nn.linear import Linear
-from .feature_trace import FeatureTrace
+from .feature_trace import Features, FeatureTrace, WeightAxis
+from .prunable import CONVOLUTIONS, TRANSPOSED
+
+SPARSE_LAYERS = Linear, Conv1d, Conv2d, Conv3d
 
 
 def _owns(module: nn.Module, **tensors: Tensor | None) -> bool:
@@ -30,56 +33,95 @@ def _with_bias(weight: Tensor, bias: Tensor | None, axis: int = 0) -> tuple[tupl
     return ((weight, axis),) if bias is None else ((weight, axis), (bias, 0))
 
 
-def _place(ids: np.ndarray, dim: int, rank: int) -> np.ndarray:
-    """Return ids along one dimension of a tensor of this rank."""
-    return ids.reshape([-1 if each == dim % rank else 1 for each in range(rank)])
+def _outputs(trace: FeatureTrace, axis: WeightAxis, dim: int, rank: int) -> Features:
+    """Return the features that lines of a weight compute. Those without a weight other than 0 are their bias."""
+    if not trace.for_removal or not axis.tensors:
+        return Features.along(axis.ids, None, dim, rank)
+    (weight, lines), *bias = axis.tensors
+    added = bias[0][0].detach().double() if bias else torch.zeros(len(axis.ids), dtype=torch.float64)
+    written = (weight.detach() != 0).movedim(lines, 0).flatten(1).any(1).cpu()
+    return Features.along(axis.ids, added.cpu().masked_fill(written, torch.nan), dim, rank)
 
 
-def _linear(trace: FeatureTrace, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> np.ndarray | None:
+def adds_constants(module: Any) -> bool:
+    """Return whether a constant input adds the same to all outputs of a feature: no zeros pad the input."""
+    if type(module) in TRANSPOSED:
+        return False
+    if type(module) in CONVOLUTIONS and module.padding_mode == "zeros":
+        return not any(module.padding) if not isinstance(module.padding, str) else module.padding == "valid"
+    return True
+
+
+def _linear(trace: FeatureTrace, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Features | None:
     """Follow F.linear."""
     module = trace.owners.get(id(weight))
     if module is None or not _owns(module, weight=weight, bias=bias):
         return None
     trace.read(input, -1, trace.axis("in", module, "weight", ((weight, 1),), weight.shape[1]))
     out = trace.axis("out", module, "weight", _with_bias(weight, bias), weight.shape[0])
-    return _place(out.ids, -1, input.dim())
+    return _outputs(trace, out, -1, input.dim())
 
 
 def _conv1d_of_transformers(
     trace: FeatureTrace, bias: Tensor, input: Tensor, weight: Tensor, **_: Any
-) -> np.ndarray | None:
+) -> Features | None:
     """Follow torch.addmm, which the Conv1D of transformers calls with a weight `[in, out]`."""
     module = trace.owners.get(id(weight))
     if module is None or not _owns(module, weight=weight, bias=bias):
         return None
     trace.read(input, 1, trace.axis("in", module, "weight", ((weight, 0),), weight.shape[0]))
     out = trace.axis("out", module, "weight", _with_bias(weight, bias, 1), weight.shape[1])
-    return _place(out.ids, 1, 2)
+    return _outputs(trace, out, 1, 2)
 
 
 def _convolution(
     trace: FeatureTrace, input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **named: Any
-) -> np.ndarray | None:
+) -> Features | None:
     """Follow a convolution of one group, or a depthwise one, whose channels are both its inputs and its outputs."""
-    module = trace.owners.get(id(weight))
+    module: Any = trace.owners.get(id(weight))
     if module is None or not _owns(module, weight=weight, bias=bias):
         return None
-    groups, rank, channels = getattr(module, "groups", None), weight.dim(), -weight.dim() + 1
+    groups, channels = getattr(module, "groups", None), -weight.dim() + 1
+    reads, writes = (0, 1) if type(module) in TRANSPOSED else (1, 0)
     if groups == 1:
-        trace.read(input, channels, trace.axis("in", module, "weight", ((weight, 1),), weight.shape[1]))
-        out = trace.axis("out", module, "weight", _with_bias(weight, bias), weight.shape[0])
-    elif groups == weight.shape[0] and weight.shape[1] == 1:
-        out = trace.axis("norm", module, "weight", _with_bias(weight, bias), weight.shape[0])
-        trace.read(input, channels, out)
-    else:
+        trace.read(input, channels, trace.axis("in", module, "weight", ((weight, reads),), weight.shape[reads]))
+        out = trace.axis("out", module, "weight", _with_bias(weight, bias, writes), weight.shape[writes])
+        return _outputs(trace, out, channels, input.dim())
+    if groups != weight.shape[0] or weight.shape[1] != 1:
         return None
-    return _place(out.ids, channels, input.dim() if input.dim() < rank else rank)
+    out = trace.axis("norm", module, "weight", _with_bias(weight, bias), weight.shape[0])
+    constants = trace.constants(input)
+    trace.read(input, channels, out)
+    result = _outputs(trace, out, channels, input.dim())
+    if result.constants is None or constants is None or constants.shape != result.constants.shape:
+        return result
+    gains = weight.detach().double().flatten(1).sum(1).cpu().view(constants.shape)
+    computed = gains * constants + (0 if bias is None else bias.detach().double().cpu().view(constants.shape))
+    is_known = adds_constants(module) | (constants == 0)
+    return result._replace(constants=torch.where(result.constants.isnan() & is_known, computed, result.constants))
 
 
-def _batch_norm(trace: FeatureTrace, input: Tensor, mean: Tensor | None, *_: Any, **named: Any) -> np.ndarray | None:
+def _batch_norm(trace: FeatureTrace, input: Tensor, mean: Tensor | None, *_: Any, **named: Any) -> Features | None:
     """Follow a batch norm that has running statistics."""
-    module = trace.owners.get(id(mean))
-    return None if module is None or input.dim() < 2 else _norm(trace, "norm", input, 1, module)
+    module: Any = trace.owners.get(id(mean))
+    if module is None or input.dim() < 2:
+        return None
+    constants = trace.constants(input)
+    result = _norm(trace, "norm", input, 1, module)
+    if (
+        constants is None
+        or constants.shape != result.ids.shape
+        or not isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ):
+        return result
+
+    def of(tensor: Tensor | None, otherwise: float) -> Tensor:
+        values = torch.full((module.num_features,), otherwise) if tensor is None else tensor.detach()
+        return values.double().cpu().view(constants.shape)
+
+    gain, shift = of(module.weight, 1.0), of(module.bias, 0.0)
+    normalized = (constants - of(module.running_mean, 0.0)) / (of(module.running_var, 1.0) + module.eps).sqrt()
+    return result._replace(constants=torch.where(gain == 0, shift, normalized * gain + shift))
 
 
 def _layer_norm(
@@ -89,29 +131,30 @@ def _layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> np.ndarray | None:
+) -> Features | None:
     """Follow a layer norm over the last dimension."""
     module = trace.owners.get(id(weight))
     if module is None or len(shape) != 1 or not _owns(module, weight=weight, bias=bias):
         return None
-    return _norm(trace, "layer_norm", input, -1, module)
+    result = _norm(trace, "layer_norm", input, -1, module)
+    trace.unremovable.append((result.ids.ravel(), f"{trace.title('layer_norm')} reads them"))
+    return result
 
 
-def _norm(trace: FeatureTrace, kind: str, input: Tensor, dim: int, module: nn.Module) -> np.ndarray:
+def _norm(trace: FeatureTrace, kind: str, input: Tensor, dim: int, module: nn.Module) -> Features:
     """Follow a norm whose parameters and statistics have an entry for each feature of a dimension."""
     size = input.shape[dim]
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     per_feature = tuple((tensor, 0) for tensor in tensors if tensor.shape == (size,))
     axis = trace.axis(kind, module, "weight", per_feature, size)
     trace.read(input, dim, axis)
-    return _place(axis.ids, dim, input.dim())
+    return Features.along(axis.ids, None, dim, input.dim())
 
 
-def _attention(
-    trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
-) -> np.ndarray:
+def _attention(trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> Features:
     """Follow scaled dot-product attention of `[batch, heads, tokens, features]`."""
-    ids = [trace.ids.get(id(each), np.full((1,) * each.dim(), -1)) for each in (query, key, value)]
+    unknown = np.full((1,) * query.dim(), -1)
+    ids = [unknown if (own := trace.ids(each)) is None else own for each in (query, key, value)]
     heads = query.shape[-3] if query.dim() > 3 else 1
     known = [
         each.size == heads * tensor.shape[-1] and each.shape[-1] == tensor.shape[-1] and tensor.dim() == query.dim()
@@ -120,23 +163,24 @@ def _attention(
     if known[0] and known[1]:
         trace.unite_heads(ids[0].ravel(), ids[1].ravel(), heads)
     else:
-        trace.exclude([query, key])
+        trace.exclude([query, key], "attention reads them")
     if not known[2]:
-        trace.exclude(value)
-        return np.full((1,) * query.dim(), -1)
+        trace.exclude(value, "attention reads them")
+        return Features(unknown)
     trace.unite_heads(ids[2].ravel(), ids[2].ravel(), heads)
-    return ids[2]
+    return Features(ids[2])
 
 
 def _multihead_attention(
     trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, size: int, heads: int, weight: Tensor | None,
     bias: Tensor | None, bias_k: Tensor | None, *options: Any, **named: Any,
-) -> np.ndarray | None:  # fmt: skip
+) -> Features | None:  # fmt: skip
     """Follow `torch.nn.MultiheadAttention`; its result is a tuple, of which the first tensor has features."""
     module = trace.owners.get(id(weight))
     if not isinstance(module, nn.MultiheadAttention) or bias_k is not None or weight is not module.in_proj_weight:
         return None
     inputs = trace.axis("in", module, "in_proj", ((weight, 1),), size)
+    trace.unremovable.append((inputs.ids, f"{trace.title('attention')} reads them"))
     for each in (query, key, value):
         trace.read(each, -1, inputs)
     features = trace.axis("out", module, "in_proj", _with_bias(weight, bias), 3 * size).ids
@@ -144,14 +188,15 @@ def _multihead_attention(
     trace.unite_heads(features[2 * size :], features[2 * size :], heads)
     out = module.out_proj
     trace.unite(features[2 * size :], trace.axis("in", out, "weight", ((out.weight, 1),), size).ids)
-    features = trace.axis("out", out, "weight", _with_bias(out.weight, out.bias), size).ids
-    return _place(features, -1, query.dim())
+    axis = trace.axis("out", out, "weight", _with_bias(out.weight, out.bias), size)
+    return _outputs(trace, axis, -1, query.dim())
 
 
-LAYER_RULES: dict[Any, Callable[..., np.ndarray | None]] = {
+LAYER_RULES: dict[Any, Callable[..., Features | None]] = {
     F.linear: _linear,
     torch.addmm: _conv1d_of_transformers,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     F.batch_norm: _batch_norm,
     F.layer_norm: _layer_norm,
     F.scaled_dot_product_attention: _attention,
@@ -160,14 +205,23 @@ LAYER_RULES: dict[Any, Callable[..., np.ndarray | None]] = {
 
 
 @contextmanager
-def trace_sparse_layers(trace: FeatureTrace) -> Iterator[None]:
-    """Follow calls of block-sparse layers, which bypass torch's functions, inside the `with` block."""
+def follow_modules(trace: FeatureTrace) -> Iterator[None]:
+    """Record which modules are called inside the `with` block, and follow block-sparse layers.
+
+    These bypass torch's functions.
+    """
     hooks = []
 
     def enter(module: nn.Module, *_: Any) -> None:
-        trace.sparse_depth += 1
+        trace.modules.append(module)
+        trace.calls[module] += not trace.in_training
+        trace.sparse_depth += isinstance(module, SPARSE_LAYERS)
 
-    def leave(module: Any, args: Any, output: Tensor) -> None:
+    def leave(module: Any, args: Any, output: Any) -> None:
+        while trace.modules.pop() is not module:  # a module that raised an error
+            pass
+        if not isinstance(module, SPARSE_LAYERS):
+            return
         trace.sparse_depth -= 1
         if trace.sparse_depth:
             return
@@ -178,10 +232,10 @@ def trace_sparse_layers(trace: FeatureTrace) -> Iterator[None]:
         bias = () if module.bias is None else ((module.bias, 0),)
         trace.read(args[0], dim, trace.axis("in", module, "weight", (), columns))
         out = trace.axis("out", module, "weight", bias, rows)
-        trace.ids[id(output)] = _place(out.ids, dim, output.dim())
+        trace.set_features(output, Features.along(out.ids, None, dim, output.dim()))
 
     for module in trace.names:
-        if isinstance(module, Linear | Conv1d | Conv2d | Conv3d):
+        if not isinstance(module, torch.jit.ScriptModule):
             hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
         yield
