@@ -43,6 +43,8 @@ METHODS = {
     "MovementPruning": (dense, lambda m, o: bs.sparsity.MovementPruning(m, o, 0.5, end=4, block_size=4)),
     "RigL": (sparse, lambda m, o: bs.sparsity.RigL(m, o, end=8, every=2)),
     "SET": (sparse, lambda m, o: bs.sparsity.SET(m, o, every=2)),
+    "SET, constant fan-in": (sparse, lambda m, o: bs.sparsity.SET(m, o, every=2, constant_fan_in=True)),
+    "SMET": (sparse, lambda m, o: bs.sparsity.SMET(m, o, end=8, every=2)),
     "SRSTE": (dense, lambda m, o: bs.sparsity.SRSTE(m)),
     "ThresholdPruning": (
         dense,
@@ -179,10 +181,11 @@ def test_a_weight_without_blocks_is_refused_and_nothing_changes(make, remedy):
     [
         bs.sparsity.SET,
         partial(bs.sparsity.RigL, end=50, every=1),
+        partial(bs.sparsity.SMET, end=50, every=1),
         partial(bs.sparsity.ImportancePruning, begin=0, every=1),
         partial(bs.sparsity.GradualBlockPruning, end=1),
     ],
-    ids=["SET", "RigL", "importance", "gradual"],
+    ids=["SET", "RigL", "SMET", "importance", "gradual"],
 )
 def test_frozen_layers_keep_their_layouts(make):
     model = nn.Sequential(*(bs.nn.Linear(48, 48, density=0.4, block_size=4) for _ in range(3)))
@@ -363,6 +366,14 @@ BAD = {
         ({"norm": "min"}, "norm: expected one of"),
         ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
         ({"modules": LSTM}, "weight_ih_l0: expected a linear layer or a conv"),
+    ]),
+    "SMET": (layers, {"optimizer": None, "end": 100}, [
+        ({"end": 0}, "end: expected an int, 1 or more"),
+        ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
+        ({"final_alpha": 0.3}, "final_alpha: expected a number from 0 to 0.2"),
+        ({"warmup": -1}, "warmup: expected an int, 0 or more"),
+        ({"optimizer": OTHERS}, "expected an optimizer with the parameter 0"),
+        ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
     ]),
     "ImportancePruning": (layers, {}, [
         ({"percentile": 101}, "percentile: expected a number from 0 to 100"),

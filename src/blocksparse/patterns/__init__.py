@@ -1,7 +1,7 @@
 """Functions that make layouts: of weights, and of attention between queries and keys."""
 
 from .attention import bigbird, dilated, fixed_attention, small_world_attention, strided_attention
-from .random_layouts import erdos_renyi, random
+from .random_layouts import constant_fan_in, erdos_renyi, random
 from .regular import banded, block_diagonal, butterfly, dense, shuffled_block_diagonal
 from .small_worlds import barabasi_albert, watts_strogatz, watts_strogatz_2d
 from .windows import documents, sliding_window
@@ -12,6 +12,7 @@ __all__ = [
     "bigbird",
     "block_diagonal",
     "butterfly",
+    "constant_fan_in",
     "dense",
     "dilated",
     "documents",

@@ -51,6 +51,41 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
     return BlockLayout._from_keys(keys, grid, block)
 
 
+def constant_fan_in(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int = 0) -> BlockLayout:
+    """Draw the same number of blocks in each row of blocks: all neurons have equally many inputs.
+
+    Each row has round(density * columns) blocks, at least one, at random. Columns differ by one block at most.
+
+    Args:
+        shape, block_size: as for `dense`.
+        density: stored / all blocks, 0 to 1.
+        seed: an int, 0 or more.
+
+    Raises:
+        BlockSparseError: the shape is not a multiple of the block, or an argument is out of range.
+
+    >>> import blocksparse as bs
+    >>> layout = bs.patterns.constant_fan_in((1024, 2048), block_size=32, density=0.1)
+    >>> layout.mask().sum(1).unique()
+    tensor([6])
+
+    Source: Lasby et al., Dynamic sparse training with structured sparsity (2024).
+    """
+    (rows, columns), block = checked_sizes(shape, block_size)
+    rng = generator(seed)
+    count = max(1, round(number("density", density, 0, 1) * columns))
+    # Rows take the next columns of one shuffle after another.
+    keys, queue = [], np.empty(0, dtype=np.int64)
+    for row in rng.permutation(rows):
+        if queue.size < count:
+            again = rng.permutation(columns)
+            later = np.isin(again, queue)  # a row has each column once
+            queue = np.concatenate([queue, again[~later], again[later]])
+        keys.append(row * columns + queue[:count])
+        queue = queue[count:]
+    return BlockLayout._from_keys(np.sort(np.concatenate(keys)), (rows, columns), block)
+
+
 def random_of_features(
     used: tuple[np.ndarray, np.ndarray], block_size: Block = 32, density: float = 0.1, seed: int = 0
 ) -> BlockLayout:

@@ -24,11 +24,13 @@ from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
 from .sparse_training.set import SET
 from .sparse_training.sgd import SGD
+from .sparse_training.smet import SMET, rates_by_density
 from .sparse_training.sync_ema import sync_ema
 
 __all__ = [
     "SET",
     "SGD",
+    "SMET",
     "SRSTE",
     "ActivationScores",
     "BlockClock",
@@ -55,6 +57,7 @@ __all__ = [
     "percentiles",
     "permute_features",
     "prune_gated_blocks",
+    "rates_by_density",
     "reconstruct",
     "remap_blocks",
     "rewire",

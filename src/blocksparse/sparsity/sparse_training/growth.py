@@ -14,7 +14,7 @@ from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
 from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
-from ..lines import Lines
+from ..lines import Lines, coverable, lines_of
 from ..selection import TieBreak
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
@@ -88,6 +88,52 @@ def fans(weight: WeightHandle) -> tuple[int, int]:
     taps, used = math.prod(weight.local.shape[3:]), weight.used
     n_out, n_in = weight.layout.shape if used is None else (int(side.sum()) for side in used)
     return n_out * taps, n_in * taps
+
+
+def draw_places(
+    weight: WeightHandle,
+    drop: np.ndarray,
+    generator: np.random.Generator,
+    keep_lines: bool,
+    constant_fan_in: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw rows and columns of as many new blocks as are dropped, each free place equally likely; sorted.
+
+    Args:
+        weight: the weight.
+        drop: a mask `[nnz]` of its blocks to drop, whose places count as free.
+        generator: source of the random numbers.
+        keep_lines: whether places in empty lines come first.
+        constant_fan_in: whether each row gets as many blocks as it loses.
+    """
+    layout, lines = weight.layout, lines_of(weight)
+    keys = layout.keys_of_blocks()[~drop]
+    if constant_fan_in:
+        return _draw_in_rows(keys, layout.row_of_block[drop], layout.grid, lines[1], generator)
+    drawn = draw_unused(keys, layout.grid, int(drop.sum()), generator, lines)
+    if not keep_lines:
+        return drawn
+    return move_to_empty_lines(keys, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+
+
+def _draw_in_rows(
+    taken: np.ndarray, rows: np.ndarray, grid: tuple[int, int], columns: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a free place in each of these rows, in several if a row is repeated; see `draw_unused`.
+
+    Places outside of `columns`, which are padding, are drawn only if a row has no other.
+    """
+    starts = np.searchsorted(taken, np.arange(grid[0] + 1) * grid[1])
+    lines, counts = np.unique(rows, return_counts=True)
+    drawn = []
+    for row, count in zip(lines.tolist(), counts.tolist(), strict=True):
+        free = np.ones(grid[1], dtype=bool)
+        free[taken[starts[row] : starts[row + 1]] - row * grid[1]] = False
+        inside = np.zeros(grid[1], dtype=bool)
+        inside[columns] = free[columns]
+        choices = np.flatnonzero(inside if np.count_nonzero(inside) >= count else free)
+        drawn.append(row * grid[1] + np.sort(generator.choice(choices, count, replace=False)))
+    return np.divmod(np.concatenate([np.empty(0, dtype=np.int64), *drawn]), grid[1])
 
 
 def draw_unused(

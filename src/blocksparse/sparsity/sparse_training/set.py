@@ -11,10 +11,9 @@ from ...checked import integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle
-from ..lines import coverable, lines_of
 from ..selection import TieBreak, check_norm, hash_positions, mark_smallest, stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
-from .growth import Init, check_init, draw_unused, initial_values, move_to_empty_lines
+from .growth import Init, check_init, draw_places, initial_values
 
 
 class SET(DynamicSparsity):
@@ -42,6 +41,8 @@ class SET(DynamicSparsity):
             on each process that stores the weight.
         norm: norm of a block: "l2" (default), "mean" (of |w|) or "max".
         seed: seed of the random places and values, and of the choice among equal norms; 0 by default.
+        constant_fan_in: whether each row of blocks keeps its number of blocks, so that all neurons have equal work;
+            then `keep_lines` does not apply. False by default. `bs.patterns.constant_fan_in` has equal rows.
         keep_lines: whether new blocks grow first in rows and columns of blocks that have none, because a neuron without
             inputs or outputs no longer learns. Applies if there are enough blocks for one in each. True by default.
         on_layout_change: function of (module, source) to call after each change; see `rewire`.
@@ -59,7 +60,8 @@ class SET(DynamicSparsity):
         (True, True, False)
 
     Source: Mocanu et al., Scalable training of artificial neural networks with adaptive sparse connectivity (2018);
-    Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021); Lasby et al., Dynamic sparse training with
+    structured sparsity (2024), for `constant_fan_in`.
     """
 
     def __init__(
@@ -75,15 +77,20 @@ class SET(DynamicSparsity):
         norm: str = "l2",
         seed: int = 0,
         keep_lines: bool = True,
+        constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines = keep_lines
+        self.keep_lines, self.constant_fan_in = keep_lines, constant_fan_in
         self.zeta = number("zeta", zeta, 0, 1)
         check_init(init)
         check_norm(norm)
         self.end = None if end is None else integer("end", end, 0)
         self.init, self.norm = init, norm
+
+    def fraction(self, t: int) -> float:
+        """Return the fraction of the blocks to drop in call t, counted from 1."""
+        return self.zeta
 
     def _change_layouts(self) -> None:
         for i, _, weight in self._trained_weights():
@@ -92,13 +99,18 @@ class SET(DynamicSparsity):
 
     def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
         """Drop the blocks nearest zero of one weight, and grow the same number at random places."""
-        layout, lines = weight.layout, lines_of(weight)
-        drop = nearest_zero(weight, self.zeta, self.norm, tie_break)
-        count, keys = int(drop.sum()), layout.keys_of_blocks()[~drop]
-        rows, cols = draw_unused(keys, layout.grid, count, generator, lines)
-        if self.keep_lines:
-            drawn, lines = (rows, cols), coverable(lines, layout.nnz)
-            rows, cols = move_to_empty_lines(keys, drawn, layout.grid[1], lines, generator)
+        drop = self._select_drops(weight, generator, tie_break)
+        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in)
+        self._replace(weight, drop, *places, generator)
+
+    def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
+        """Return a mask `[nnz]` of the blocks of one weight to drop."""
+        return nearest_zero(weight, self.fraction(self.calls), self.norm, tie_break)
+
+    def _replace(
+        self, weight: WeightHandle, drop: np.ndarray, rows: np.ndarray, cols: np.ndarray, generator: np.random.Generator
+    ) -> None:
+        """Drop these blocks of one weight, and grow others at these places."""
         values_at = None
         if self.init != "zeros":
             seed = int(generator.integers(2**63))
