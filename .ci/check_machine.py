@@ -1,7 +1,8 @@
 """Check that this machine can run `make demo`, before anything is downloaded; print what to do if it cannot.
 
-Any Python 3 runs it, since the first thing it checks is the version.
+It checks the version of Python first. Python 2.7 parses this file, so it has no f-strings.
 """
+# ruff: noqa: UP032
 
 import os
 import shutil
@@ -16,10 +17,11 @@ def problems(root):
     found = []
     if sys.version_info < MIN_PYTHON:
         wanted, version = (".".join(map(str, numbers[:3])) for numbers in (MIN_PYTHON, sys.version_info))
-        found.append(
-            f"Python {wanted} or newer is needed; {sys.executable} is {version}. "
-            "Name another: make demo PYTHON=python3.12"
-        )
+        return [
+            "Python {} or newer is needed; {} is {}. Name another: make demo PYTHON=python3.12".format(
+                wanted, sys.executable, version
+            )
+        ]
     if not any(map(shutil.which, [os.environ.get("CXX", "c++"), "g++", "clang++"])):
         found.append(
             "A C++17 compiler is needed, and neither c++, g++ nor clang++ is on the PATH. Install one: "
@@ -27,14 +29,15 @@ def problems(root):
         )
     if not os.access(root, os.W_OK):
         found.append(
-            f"{root} cannot be written, but .venv and build go there. Use a clone of your own: "
-            "git clone FOLDER ~/blocksparse"
+            "{} cannot be written, but .venv and build go there. Use a clone of your own: "
+            "git clone FOLDER ~/blocksparse".format(root)
         )
     free = shutil.disk_usage(root).free / 1e9
     if free < MIN_FREE_GB and not os.path.exists(os.path.join(root, ".venv", "demo")):
         found.append(
-            f"{MIN_FREE_GB} GB of free disk space are needed, and {root} has {free:.1f} GB. Free some, or "
-            "clone onto another disk"
+            "{} GB of free disk space are needed, and {} has {:.1f} GB. Free some, or clone onto another disk".format(
+                MIN_FREE_GB, root, free
+            )
         )
     return found
 

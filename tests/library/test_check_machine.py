@@ -1,5 +1,6 @@
 """Check what `make demo` requires of a machine, and what it prints where something is missing."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -35,6 +36,10 @@ def test_an_old_python(check_machine, monkeypatch, tmp_path):
     (problem,) = check_machine.problems(str(tmp_path))
     assert problem.startswith("Python 3.11.4 or newer is needed; /usr/bin/python3 is 3.11.2.")
     assert "make demo PYTHON=" in problem
+
+
+def test_python_2_can_parse_it():
+    assert not any(isinstance(node, ast.JoinedStr | ast.AnnAssign) for node in ast.walk(ast.parse(FILE.read_text())))
 
 
 @pytest.mark.parametrize("compiler", ["c++", "g++", "clang++", "/opt/own/compiler"])
