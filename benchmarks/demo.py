@@ -16,7 +16,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.files import read_json
 from blocksparse.measure import Spread
 from blocksparse_lab.machine import slug
-from blocksparse_lab.recipes.three_ways import DENSE, SMALL, SPARSE, SPARSIFIED
+from blocksparse_lab.recipes.three_ways import DENSE, SMALL, SPARSE, SPARSIFIED, WIDE
 from targets.rows import Row, ratio_row, write
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,13 +37,24 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[Row]:
         work = f"test accuracy, %, {name}, rate {models[0][name]['rate']:g}"
         return Row(work, "-", f"{mean(right):.2f} ± {stdev(right):.2f}", None, {"seeds": right})
 
-    small = Spread.of([run[SPARSE]["step"]["median"] / run[SMALL]["step"]["median"] for run in models])
+    def bits(name: str) -> Row:
+        values = [run[name]["bits"] for run in models]
+        return Row(
+            f"test loss, bits per label, {name}",
+            "-",
+            f"{mean(values):.3f} ± {stdev(values):.3f}",
+            None,
+            {"seeds": values},
+        )
+
+    step = Spread.of([run[WIDE]["step"]["median"] / run[SMALL]["step"]["median"] for run in models])
     return [
         ratio_row("training, block-sparse from the start", times(SPARSE, lambda m: m["seconds"]), "dense"),
         ratio_row("memory to train, block-sparse", times(SPARSE, lambda m: m["memory"]), "dense"),
         ratio_row("inference of 64 rows, block-sparse", times(SPARSE, lambda m: m["inference"]["median"]), "dense"),
-        *(accuracy(name) for name in (DENSE, SPARSE, SPARSIFIED, SMALL)),
-        ratio_row("a step, block-sparse", small, "small dense net of equal multiply-adds", most=1.15),
+        *(accuracy(name) for name in (DENSE, SPARSE, SPARSIFIED, WIDE, SMALL)),
+        *(bits(name) for name in (WIDE, SMALL)),
+        ratio_row(f"a step, {WIDE}", step, "small dense net of equal multiply-adds", most=1.15),
     ]
 
 

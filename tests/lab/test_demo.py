@@ -1,7 +1,9 @@
 """Check `blocksparse demo` at tiny sizes: its page, its numbers, and how it ends."""
 
+import errno
 import io
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -10,6 +12,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from blocksparse import BlockSparseError
 from blocksparse.measure import Samples
 from blocksparse_lab.cli import app, demo_page
 from blocksparse_lab.cli.demo import Sizes, play, plot
@@ -25,6 +28,8 @@ TINY = Sizes(
     training={
         "hidden": 128,
         "density": 0.25,
+        "wide": 128,
+        "wide_block": 32,
         "batch": 16,
         "steps": 12,
         "evaluate_every": 4,
@@ -100,7 +105,7 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
     found = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
     assert not found["interrupted"]
     models = {model["name"]: model for model in found["training"]["models"]}
-    assert [model["done"] for model in models.values()] == [12, 12, 12, 12]
+    assert [model["done"] for model in models.values()] == [12] * 5
     for name in ("dense", "block-sparse", "dense made sparse"):
         accuracy = f"{100 * models[name]['accuracy']:.1f} %"
         assert accuracy in html
@@ -147,7 +152,7 @@ def test_ctrl_c_writes_the_page_so_far(novel, tmp_path, monkeypatch, turns):
     assert "Stopped before the end" in html
     assert found["interrupted"]
     if turns:  # the dense and the block-sparse net have trained
-        assert [model["done"] for model in found["training"]["models"]] == ([5, 5] if turns == 1 else [10, 5, 5])
+        assert [model["done"] for model in found["training"]["models"]] == ([5, 5] if turns == 1 else [5, 5, 5, 5])
     else:
         assert "training" not in found
     trained = [model["name"] for model in found.get("training", {"models": []})["models"]]
@@ -162,6 +167,19 @@ def test_ctrl_c_before_the_training(novel, tmp_path, monkeypatch):
     with pytest.raises(typer.Exit):
         run(novel, tmp_path)
     assert (tmp_path / "demo.html").read_text(encoding="utf-8").count("Not reached.") == 3
+
+
+def test_a_full_disk_leaves_no_partial_page(novel, tmp_path, monkeypatch):
+    def fsync(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(
+        "blocksparse_lab.recipes.three_ways.text_data", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(BlockSparseError, match=r"demo\.html: expected a file to write to, got No space left"):
+        run(novel, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -197,15 +215,19 @@ def test_mistakes_end_in_one_line_before_anything_runs(tmp_path, monkeypatch, ar
     ],
 )
 def test_the_headline_is_honest(accuracy, seconds, words):
-    comparison = finished({"dense": (0.9, 10.0), "block-sparse": (accuracy, seconds), "small dense": (0.7, 1.0)})
+    comparison = finished({"dense": (0.9, 10.0), "block-sparse": (accuracy, seconds)})
     assert words in demo_page.headline(comparison)
 
 
-def test_the_small_net_is_compared_at_equal_cost():
-    comparison = finished({"dense": (0.9, 10.0), "block-sparse": (0.9, 2.5), "small dense": (0.7, 2.0)})
+@pytest.mark.parametrize(("accuracy", "verdict"), [(0.9, "more"), (0.705, "as"), (0.5, "less")])
+def test_the_wide_net_is_compared_at_equal_cost(accuracy, verdict):
+    comparison = finished({"wide block-sparse": (accuracy, 2.5), "small dense": (0.7, 2.0)})
+    comparison.entries["wide block-sparse"].bits, comparison.entries["small dense"].bits = 0.5, 0.75
     text = demo_page.equal_cost(comparison)
-    assert "70.0 % right, the block-sparse net 90.0 %" in text
+    assert f"It is {verdict} accurate: {100 * accuracy:.1f} against 70.0 % right, 0.50 against 0.75 bits" in text
     assert "1.25 times as long" in text
+    del comparison.entries["small dense"]
+    assert "did not train" in demo_page.equal_cost(comparison)
 
 
 def finished(results):

@@ -1,5 +1,6 @@
 """Check the comparison of one net trained three ways, and the drawings that it learns."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from blocksparse_lab.recipes.three_ways import (
     SMALL,
     SPARSE,
     SPARSIFIED,
+    WIDE,
     Settings,
     ThreeWays,
     letters_data,
@@ -19,7 +21,17 @@ from blocksparse_lab.recipes.three_ways import (
 )
 
 TINY = Settings(
-    hidden=128, density=0.25, batch=32, steps=24, evaluate_every=8, test_size=300, probe=100, inference_budget=0.02
+    hidden=128,
+    density=0.25,
+    wide=128,
+    wide_density=0.25,
+    wide_block=32,
+    batch=32,
+    steps=24,
+    evaluate_every=8,
+    test_size=300,
+    probe=100,
+    inference_budget=0.02,
 )
 
 pytestmark = pytest.mark.usefixtures("any_backend")
@@ -45,6 +57,7 @@ def test_all_nets_learn_and_are_measured(python_help):
         assert entry.done == len(entry.step_seconds) == 60
         assert entry.curve[-1][0] == entry.done
         assert entry.accuracy > 0.05  # of 256 bytes
+        assert 0 < entry.bits < 8
         assert comparison.inference.time(name).median > 0
         seconds, right = comparison.seconds_and_accuracy(name)
         assert seconds == sorted(seconds)
@@ -56,14 +69,16 @@ def test_all_nets_learn_and_are_measured(python_help):
 
 
 def test_the_small_net_has_equal_multiply_adds(python_help):
-    for data in (letters_data(TINY), text_data(python_help, TINY)):
-        comparison = ThreeWays(data, TINY)
-        weights = {
-            name: sum(p.numel() for p in entry.net.parameters() if p.dim() >= 2)
-            for name, entry in comparison.entries.items()
-        }
-        assert weights[SMALL] == pytest.approx(weights[SPARSE], rel=0.02)
-        assert weights[DENSE] > 1.5 * weights[SPARSE]
+    settings = replace(TINY, wide=256)  # at width 128, one unit more or less is 3 %
+    for data, passes in ((letters_data(settings), (2, 3, 3)), (text_data(python_help, settings), (3, 3, 3))):
+        comparison = ThreeWays(data, settings)
+        costs = {}
+        for name in (WIDE, SMALL):
+            layers = [layer for layer in comparison.entries[name].net if hasattr(layer, "in_features")]
+            weights = [max(p.numel() for p in layer.parameters()) for layer in layers]
+            costs[name] = sum(a * b for a, b in zip(passes, weights, strict=True))
+        assert costs[SMALL] == pytest.approx(costs[WIDE], rel=0.02)
+        assert comparison.small_width < 0.7 * settings.wide
 
 
 def test_a_seed_gives_the_same_curves_and_another_seed_others():
@@ -86,7 +101,7 @@ def test_building_leaves_the_global_generator_alone():
 
 def test_the_time_limit_stops_it():
     comparison = trained(replace(TINY, seconds=1e-9))
-    assert [entry.done for entry in comparison.entries.values()] == [5, 5, 5]
+    assert [entry.done for entry in comparison.entries.values()] == [5, 5, 5, 5]
     assert comparison.comparable
     assert not comparison.complete
     assert "dense (5 of " in comparison.shortfall
@@ -116,9 +131,12 @@ def test_a_text_is_split_into_windows_and_the_byte_after(python_help):
         assert all(bytes(example) in part for example in examples.tolist())
 
 
-def test_accuracy_counts_the_highest_scores():
+def test_evaluation_counts_the_highest_scores_and_bits():
     scores, labels = torch.eye(4).repeat(300, 1), torch.tensor([0, 1, 2, 0]).repeat(300)
-    assert three_ways.accuracy(torch.nn.Identity(), scores, labels) == 0.75
+    accuracy, bits = three_ways.evaluate(torch.nn.Identity(), scores, labels)
+    assert accuracy == 0.75
+    total = math.log2(math.e + 3)  # of the exponentials of a row
+    assert bits == pytest.approx(total - 0.75 * math.log2(math.e))
 
 
 def test_drawings_are_reproducible_and_in_patches():

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from ..recipes.three_ways import Data, Settings, ThreeWays
     from .demo_page import Story
 
-# Colours of the dense net, the block-sparse one, the sparsified one and the small dense one, by name and among a
-# terminal's 256 colours.
-COLORS = ("dark_orange", "dodger_blue1", "medium_purple", "grey62")
-COLOR_NUMBERS = (208, 33, 104, 247)
+# Colours of the dense net, the block-sparse one and the sparsified one, by name and among a terminal's 256 colours.
+COLORS = ("dark_orange", "dodger_blue1", "medium_purple")
+COLOR_NUMBERS = (208, 33, 104)
 
 # On two cores. The number of steps depends on it, not on the clock, so that a seed gives the same curves each time.
 STEPS_PER_SECOND = 8
@@ -69,6 +68,8 @@ def demo(
 
 def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out: Path, seed: int) -> None:
     """Run `demo` at any sizes."""
+    from blocksparse import checkpoint
+
     from ..data import text as texts
     from ..machine import machine
     from ..recipes import three_ways
@@ -102,8 +103,8 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
             _equal_cost(console, story)
     except KeyboardInterrupt:
         story.interrupted = True
-    (out / "demo.html").write_text(page.render(story), encoding="utf-8")
-    (out / "demo.json").write_text(json.dumps(_as_dict(story), indent=1) + "\n", encoding="utf-8")
+    checkpoint.write_text(out / "demo.html", page.render(story))
+    checkpoint.write_text(out / "demo.json", json.dumps(_as_dict(story), indent=1) + "\n")
     if story.interrupted:
         console.print("\nInterrupted: the page has the results so far.", style="yellow")
     console.print(f"\nOpen [bold]{(out / 'demo.html').resolve()}[/]", highlight=False, soft_wrap=True)
@@ -260,7 +261,7 @@ def _as_dict(story: Story) -> dict[str, Any]:
     """Return the numbers of a demo, ready for JSON."""
     content: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
     if (comparison := story.comparison) is not None:
-        names = ("name", "rate", "steps", "done", "parameters", "memory", "seconds", "accuracy", "curve")
+        names = ("name", "rate", "steps", "done", "parameters", "memory", "seconds", "accuracy", "bits", "curve")
         content["training"] = {
             "data": comparison.data.name,
             "settings": asdict(comparison.settings),

@@ -11,7 +11,7 @@ from blocksparse.measure import Spread
 from ..bench.linear import CaseResult
 from ..bench.report import duration, ratio, short
 from ..recipes.example_2017 import Example
-from ..recipes.three_ways import DENSE, SMALL, SPARSE, SPARSIFIED, ThreeWays
+from ..recipes.three_ways import DENSE, SMALL, SPARSE, SPARSIFIED, WIDE, ThreeWays
 from . import page
 from .page import INK, axes_for_page, image
 from .terminal import short as in_three_digits
@@ -81,14 +81,16 @@ def compared(comparison: ThreeWays) -> list[tuple[str, list[str]]]:
 
 def equal_cost(comparison: ThreeWays) -> str:
     """Say how the wide block-sparse net compares with a small dense one of equal multiply-adds."""
-    sparse = comparison.entries[SPARSE]
-    if (small := comparison.entries.get(SMALL)) is None:
-        return "The small dense net did not train."
+    wide, small = comparison.entries.get(WIDE), comparison.entries.get(SMALL)
+    if wide is None or small is None:
+        return "The wide block-sparse net and the small dense one did not train."
+    s, gain = comparison.settings, wide.accuracy - small.accuracy
+    verdict = "as accurate" if abs(gain) < CHANCE else "more accurate" if gain > 0 else "less accurate"
     return (
-        f"With the multiply-adds of the block-sparse net, a dense net affords {comparison.small_width:,} instead of "
-        f"{comparison.settings.hidden:,} units per layer. It gets {100 * small.accuracy:.1f} % right, the block-sparse "
-        f"net {100 * sparse.accuracy:.1f} %. A step of the block-sparse net takes "
-        f"{sparse.step.median / small.step.median:.2f} times as long."
+        f"A block-sparse net of {s.wide:,} units per layer that stores {100 * s.wide_density:g} % of its weights "
+        f"trains with the multiply-adds of a dense net of {comparison.small_width:,} units. It is {verdict}: "
+        f"{100 * wide.accuracy:.1f} against {100 * small.accuracy:.1f} % right, {wide.bits:.2f} against "
+        f"{small.bits:.2f} bits per label. Its step takes {wide.step.median / small.step.median:.2f} times as long."
     )
 
 

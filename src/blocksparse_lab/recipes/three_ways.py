@@ -1,4 +1,4 @@
-"""Train one net three ways: dense, block-sparse from the start, and dense and then made sparse."""
+"""Train one net three ways (dense, block-sparse, dense made sparse), and a wide block-sparse net beside a small one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from blocksparse.measure import Samples, Spread, alternate
 from ..data import letters
 from ..data.text import Text, windows
 
-DENSE, SPARSE, SPARSIFIED, SMALL = "dense", "block-sparse", "dense made sparse", "small dense"
+DENSE, SPARSE, SPARSIFIED = "dense", "block-sparse", "dense made sparse"
+WIDE, SMALL = "wide block-sparse", "small dense"
 INPUTS = 1024
 CONTEXT = 32  # bytes, each embedded in INPUTS / CONTEXT numbers
 MOST_BATCHES = 500  # longer trainings repeat their batches
@@ -30,15 +31,22 @@ class Settings:
     """Sizes and the training recipe: AdamW with warm-up and cosine decay, the same batches for all nets.
 
     The learning rates were tuned on letters drawn from seed 100: half and twice of each are worse.
+
+    Args:
+        hidden, density, block: of the net that trains three ways.
+        wide, wide_density, wide_block: of the block-sparse net that trains beside a dense one of equal multiply-adds.
     """
 
     hidden: int = 3072
     density: float = 0.05
     block: int = 32
+    wide: int = 1536
+    wide_density: float = 0.35
+    wide_block: int = 64
     batch: int = 128
     steps: int = 200
     rates: dict[str, float] = field(
-        default_factory=lambda: {DENSE: 0.004, SPARSE: 0.008, SPARSIFIED: 0.008, SMALL: 0.008}
+        default_factory=lambda: {DENSE: 0.004, SPARSE: 0.008, SPARSIFIED: 0.008, WIDE: 0.008, SMALL: 0.0056}
     )
     evaluate_every: int = 20
     test_size: int = 4000
@@ -85,6 +93,8 @@ class Entry:
     curve: list[tuple[int, float]] = field(default_factory=list)
     """Steps done, and the accuracy on a fraction of the test set."""
     accuracy: float = math.nan
+    bits: float = math.nan
+    """Cross-entropy on the test set in bits per label."""
     memory: int = 0
 
     @property
@@ -145,13 +155,17 @@ class ThreeWays:
 
     def __init__(self, data: Data, settings: Settings):
         self.data, self.settings = data, settings
-        sparse = _net(data, settings, settings.hidden, settings.density)
-        self._dense = dense = _net(data, settings, settings.hidden)
-        self.small_width = _width_of_equal_cost(sparse, data.classes)
-        small = _net(data, settings, self.small_width)
-        self.entries: dict[str, Entry] = {}
-        for name, net in ((DENSE, dense), (SPARSE, sparse), (SMALL, small)):
-            self.entries[name] = Entry(name, net, settings.rates[name], settings.steps)
+        s = settings
+        self._dense = _net(data, s.seed, s.hidden)
+        wide = _net(data, s.seed, s.wide, s.wide_density, s.wide_block)
+        self.small_width = _width_of_equal_cost(wide, data.classes)
+        nets = {
+            DENSE: self._dense,
+            SPARSE: _net(data, s.seed, s.hidden, s.density, s.block),
+            WIDE: wide,
+            SMALL: _net(data, s.seed, self.small_width),
+        }
+        self.entries = {name: Entry(name, net, s.rates[name], s.steps) for name, net in nets.items()}
         self.inference = Samples({}, {})
 
     @property
@@ -167,7 +181,7 @@ class ThreeWays:
     @property
     def complete(self) -> bool:
         """Whether every net finished its training."""
-        return len(self.entries) == 4 and all(entry.done == entry.steps for entry in self.entries.values())
+        return len(self.entries) == 5 and all(entry.done == entry.steps for entry in self.entries.values())
 
     @property
     def shortfall(self) -> str:
@@ -181,7 +195,7 @@ class ThreeWays:
     def train(self) -> Iterator[Entry]:
         """Train; yield the entry of each turn, until the time limit.
 
-        The first three nets take turns of a few steps, so that other load on the machine affects all equally. Then the
+        The first four nets take turns of a few steps, so that other load on the machine affects all equally. Then the
         trained dense net is sparsified, and trains again for all steps.
         """
         s, deadline = self.settings, time.perf_counter() + self.settings.seconds
@@ -212,10 +226,10 @@ class ThreeWays:
         return seconds, [100 * right for _, right in entry.curve]
 
     def finish(self) -> None:
-        """Measure each net that trained: accuracy on the whole test set, and inference on a batch of 64, in turn."""
+        """Measure each net that trained: on the whole test set, and the time of inference on a batch of 64, in turn."""
         self.entries = {name: entry for name, entry in self.entries.items() if entry.done}
         for entry in self.entries.values():
-            entry.accuracy = accuracy(entry.net, *self.data.test)
+            entry.accuracy, entry.bits = evaluate(entry.net, *self.data.test)
         if self.entries:
             inputs = self.data.test[0][:64]
             calls = {name: partial(entry.net, inputs) for name, entry in self.entries.items()}
@@ -239,44 +253,47 @@ class ThreeWays:
             entry.step_seconds.append(time.perf_counter() - began)
             entry.memory = entry.memory or _training_memory(optimizer)
             if entry.done % s.evaluate_every == 0 or entry.done == entry.steps:
-                entry.curve.append((entry.done, accuracy(entry.net, *probe)))
+                entry.curve.append((entry.done, evaluate(entry.net, *probe)[0]))
             if entry.done % TURN == 0 or entry.done == entry.steps:
                 yield entry
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Return the fraction of examples whose label has the highest score."""
-    pairs = zip(inputs.split(500), labels.split(500), strict=True)
-    return sum(int((net(x).argmax(1) == y).sum()) for x, y in pairs) / len(labels)
+def evaluate(net: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the fraction of examples whose label has the highest score, and the cross-entropy in bits per label."""
+    scores = torch.cat([net(batch) for batch in inputs.split(500)])
+    accuracy = (scores.argmax(1) == labels).double().mean().item()
+    return accuracy, F.cross_entropy(scores, labels).item() / math.log(2)
 
 
-def _net(data: Data, settings: Settings, hidden: int, density: float | None = None) -> nn.Sequential:
-    """Build an MLP with two hidden layers; the output layer is always dense."""
+def _net(data: Data, seed: int, hidden: int, density: float | None = None, block: int = 32) -> nn.Sequential:
+    """Build an MLP with two hidden layers, dense unless a density is given; the output layer is always dense."""
 
     def linear(n_in: int, n_out: int) -> nn.Module:
         return (
-            nn.Linear(n_in, n_out)
-            if density is None
-            else bs.nn.Linear(n_in, n_out, density=density, block_size=settings.block)
+            nn.Linear(n_in, n_out) if density is None else bs.nn.Linear(n_in, n_out, density=density, block_size=block)
         )
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(seed)
         embed = [] if data.train[0].is_floating_point() else [nn.Embedding(256, INPUTS // CONTEXT), nn.Flatten()]
         layers = [linear(INPUTS, hidden), nn.ReLU(), linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, data.classes)]
         return nn.Sequential(*embed, *layers)
 
 
-def _width_of_equal_cost(sparse: nn.Sequential, classes: int) -> int:
-    """Return the hidden width at which a dense net has as many multiply-adds per example as the block-sparse net.
+def _width_of_equal_cost(wide: nn.Sequential, classes: int) -> int:
+    """Return the hidden width at which a dense net trains with as many multiply-adds per example as the wide net.
 
-    A dense net of width h has h (inputs + h + classes) weights in its products; embeddings are look-ups.
+    Each weight costs three in training: forward, gradient of the weight, gradient of the input. The first layer needs
+    the last one only if an embedding is before it. A dense net of width h has h (inputs + h + classes) weights;
+    embeddings are look-ups.
     """
-    layers = [layer for layer in sparse if not isinstance(layer, nn.Embedding)]
-    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() >= 2)
-    half = (INPUTS + classes) / 2
-    return max(1, round(math.sqrt(half**2 + weights) - half))
+    first = 3 if isinstance(wide[0], nn.Embedding) else 2
+    layers = [layer for layer in wide if isinstance(layer, (nn.Linear, bs.nn.Linear))]
+    weights = [sum(p.numel() for p in layer.parameters() if p.dim() >= 2) for layer in layers]
+    cost = first * weights[0] + 3 * sum(weights[1:])
+    half = (first * INPUTS + 3 * classes) / 6
+    return max(1, round(math.sqrt(half**2 + cost / 3) - half))
 
 
 def _schedule(step: int, steps: int) -> float:
