@@ -99,9 +99,21 @@ def running(backend: str):
             stack.enter_context(use_tiles(**TILES[variant]))
             if not triton_runtime.interpreting():
                 stack.enter_context(torch.device("cuda"))
+                stack.enter_context(exact_convolutions())
         if name != "reference":
             stack.enter_context(poisoned_empty())
         yield
+
+
+@contextmanager
+def exact_convolutions():
+    """Turn off TF32, which PyTorch allows in convolutions by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 @contextmanager

@@ -180,8 +180,6 @@ def test_a_warm_call_copies_nothing_from_the_host_on_another_stream(transposed, 
     monkeypatch.setattr(linear, "stream_of", lambda x: stream[0])
     monkeypatch.setattr(linear, "keep_for_stream", lambda *of: None)
     layout = bs.patterns.random((32, 32), block_size=16, density=0.5, seed=0)
-    x = torch.randn(1, 32, 7, 7, requires_grad=True)
-    values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
     conv = bs.conv_transpose2d if transposed else bs.conv2d
 
     def step():
@@ -193,6 +191,8 @@ def test_a_warm_call_copies_nothing_from_the_host_on_another_stream(transposed, 
         return "phase_ptr" in launch.kernel.arg_names and argument(launch, "phase_ptr") is not None
 
     with running("triton-tuned"):
+        x = torch.randn(1, 32, 7, 7, requires_grad=True)
+        values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
         step()
         for name in ("tensor", "from_numpy", "as_tensor"):
             monkeypatch.setattr(torch, name, pytest.fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -186,26 +187,26 @@ def test_a_layout_may_be_dropped_while_another_stream_still_uses_it():
 
 @pytest.mark.parametrize("case", ["linear", "steps", "attention"])
 def test_index_tensors_are_recorded_on_each_stream(case, monkeypatch):
-    told, stream = [], [7]
+    told, stream, randn = [], [7], partial(torch.randn, device=DEVICE)
     layout = bs.patterns.random((128, 32), block_size=16, density=1, seed=0)
     if case == "linear":
         place = backend
-        x, values = torch.randn(5, 32), torch.randn(layout.values_shape)
+        x, values = randn(5, 32), randn(*layout.values_shape)
 
         def call():
             backend.linear(x, values, None, layout, False, None)
     elif case == "steps":
         place = fused_gates
-        x, values = torch.randn(5, 32).bfloat16(), torch.randn(layout.values_shape).bfloat16()
+        x, values = randn(5, 32).bfloat16(), randn(*layout.values_shape).bfloat16()
         with bs.use_backend("triton"):
             step = fused_gates.fused_gates_for(values, layout)
 
         def call():
-            state = torch.zeros(5, 32)
-            step.forward(x, torch.zeros(5, 128).bfloat16(), None, state, h_out=x, c_out=state, gates_out=None)
+            state = randn(5, 32)
+            step.forward(x, randn(5, 128).bfloat16(), None, state, h_out=x, c_out=state, gates_out=None)
     else:
         place = attention
-        q = torch.randn(1, 1, 128, 16)
+        q = randn(1, 1, 128, 16)
         square = bs.patterns.random((128, 128), block_size=32, density=0.5, seed=0)
 
         def call():

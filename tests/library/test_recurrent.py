@@ -111,6 +111,8 @@ def check(cell, steps, sparse, dtype, backend=None, indexed=False, hidden=HIDDEN
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
         # Norms divide by small deviations, through which gradients go several times.
         bound = BOUNDS[dtype] * (3 if cell.startswith("smallworld") and i >= 3 else 1)
+        if dtype == torch.float32 and backend and backend.startswith("triton"):
+            bound *= 2  # a product is three products of TF32
         if dtype.itemsize == 2 and cell == "smallworld-4" and i >= 3:
             continue  # 16 bits decide which units pass a relu: the definition in bfloat16 is off by 2 to 30 % as well
         assert_close(g.cpu(), e, bound, f"{cell} {i}")
