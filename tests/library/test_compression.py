@@ -170,8 +170,10 @@ def test_schedules():
     assert stage_densities(0.9) == [0.9]
     assert stage_densities(1e-320)[-1] == 1e-320
     assert stage_ends(1) == [1.0]
-    assert stage_ends(3) == pytest.approx([0.15, 0.3, 1.0])
-    assert stage_ends(3, begin=0.6) == pytest.approx([0.6, 0.6, 1.0]), "a resumed run"
+    assert stage_densities(0.01) == pytest.approx([0.01**0.25, 0.01**0.5, 0.01**0.75, 0.01])
+    assert stage_ends(3) == pytest.approx([0.1, 0.2, 1.0])
+    assert stage_ends(3, begin=0.6) == pytest.approx([0.7, 0.8, 1.0]), "a resumed run"
+    assert stage_ends(500)[-2] < 1
 
 
 @pytest.mark.parametrize("form", ["tensors", "lists", "dicts", "generator", "output with a loss"])
@@ -373,10 +375,11 @@ BAD = [
         {"data": [torch.randn(8, 5)] * 3},
         r"data: expected batches of the model's arguments.*a batch of .*help\(.*compress",
     ),
-    ({"data": [torch.full((8, 32), torch.nan)] * 3}, "teacher: expected finite outputs"),
+    ({"data": [torch.full((8, 32), torch.nan)] * 3}, "data: expected finite numbers, got inf or nan in held"),
+    ({"teacher": nn.Sequential(Classifier(), nn.Threshold(99, torch.nan)).eval()}, "teacher: expected finite outputs"),
     (
         {"data": [torch.randn(8, 32)] * 3 + [torch.full((8, 32), torch.nan)] + [torch.randn(8, 32)] * 8, "steps": 1},
-        "teacher: expected finite outputs for all data, got inf or nan in output for batch 3",
+        "data: expected finite numbers, got inf or nan in batch 3",
     ),
     ({"density": 0}, "density"),
     ({"density": 1.5}, "density"),

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..conversion.load import load_sparsified
-from ..conversion.sparsify import DENSITY_TOLERANCE, no_weights_error, select_blocks, sparsify, survey_weights
+from ..conversion.selection import Plan
+from ..conversion.sparsify import (
+    DENSITY_TOLERANCE,
+    fit_values,
+    no_weights_error,
+    replace_weights,
+    select_blocks,
+    sparsify,
+    survey_weights,
+)
 from ..conversion.speed import Example, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
@@ -27,8 +36,9 @@ from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
 from .training import RATE_SHARE, Drop, Training, copy_state
 
-# The model is also fitted at the target density, in one shot, if both fits take less than this fraction of the budget.
-FIT_SHARE = 0.3
+# If the fit at the target density takes more than this fraction of the budget, training starts from it. Otherwise the
+# model is also fitted at the density of the first stage.
+FIT_SHARE = 0.15
 
 # With fewer training steps at the target density, a warning is given.
 MIN_STEPS = 20
@@ -52,18 +62,28 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _OneShot:
-    """The dense model fitted in one shot at the target density, and its point of the curve."""
+    """The dense model fitted in one shot at the target density.
+
+    Args:
+        model: the fitted model.
+        point: its point of the curve.
+        rate: the learning rate that trains it best.
+        trained_loss: its held-out loss after the few steps of the range test with this rate.
+    """
 
     model: nn.Module
     point: Point
+    rate: float = 0.0
+    trained_loss: float = math.inf
 
 
 @dataclass
 class CompressionRun:
     """A run of `compress`: its settings, the current stage, the best model and the curve.
 
-    `run` chooses the weights, then brings `student` to one density after the other. It compares the end of each stage
-    with the model that is fitted in one shot at the target density, and continues with the better one.
+    `run` chooses the weights and fits the dense model at the target density, in one shot. Then it brings `student` to
+    one density after the other. If the one-shot model promises more once the target is reached, training resumes from
+    that one.
     """
 
     dense_model: nn.Module
@@ -86,6 +106,7 @@ class CompressionRun:
         self.best_of_stage: _Candidate | None = None
         self.model_of_last_stage: nn.Module | None = None
         self.one_shot: _OneShot | None = None
+        self.started_from_one_shot = False
 
     @property
     def student(self) -> nn.Module:
@@ -99,11 +120,18 @@ class CompressionRun:
             if not resumed:
                 loss, agreed = self.training.evaluate()
                 self.curve.append(Point(1.0, 1.0, agreed, loss, self._metric(), self.training.budget.elapsed))
-                if not self._choose_weights(skip):
+                plan = self._choose_weights(skip)
+                if not plan.layouts:
                     return self._result(modes)
+                if not self._sparsify_dense(plan, densities[0]):
+                    self.stage = len(densities) - 1
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
-                if self.stage and (one_shot := self._better_one_shot(self.curve[-1])):
+                if (
+                    self.stage
+                    and not self.started_from_one_shot
+                    and (one_shot := self._better_one_shot(self.curve[-1]))
+                ):
                     self.stage = len(densities) - 1
                     self._start_from(one_shot)
                 self._train_stage(densities[self.stage], ends[self.stage])
@@ -132,8 +160,8 @@ class CompressionRun:
 
     # -- stages -----------------------------------------------------------------------------------------------
 
-    def _choose_weights(self, skip: Skip) -> bool:
-        """Choose the weights that are faster block-sparse on the example, and return whether there are any."""
+    def _choose_weights(self, skip: Skip) -> Plan:
+        """Choose the weights that are faster block-sparse on the example, and return their layouts at the target."""
         model = self.dense_model
         candidates = survey_weights(model, self.block_size, skip)
         if not candidates.weights:
@@ -152,16 +180,14 @@ class CompressionRun:
                 stacklevel=4,
             )
         self.weights_to_sparsify = set(plan.layouts)
-        return bool(plan.layouts)
+        return plan
 
     def _train_stage(self, density: float, end: float) -> None:
         """Bring the student to a density, train it until the fraction `end` of the budget is used, keep the best state.
 
-        The first stage sparsifies the dense model. Later ones drop blocks in several steps while they train.
+        If the student is denser, blocks are dropped in several steps while it trains.
         """
         budget, is_last = self.training.budget, end == 1.0
-        if sparse_modules(self.student) == self.sparse_before:
-            self._sparsify_dense(density, is_last=is_last)
         drops: list[Drop] = []
         before = self._density()
         if before > density * (1 + DENSITY_TOLERANCE):
@@ -171,11 +197,11 @@ class CompressionRun:
             self._keep_if_best(*self.training.evaluate())
         self.steps_before = budget.spent_steps
         if budget.used < end:
-            rate = self._find_rate(density if drops else None)
+            rate = self._test_rates()[0] if self.one_shot is None else self.one_shot.rate  # None in a resumed run
             self.steps_before = budget.spent_steps
             if self.training.train_stage(end, rate, drops, self._check_stage) and self.one_shot is not None:
                 self._start_from(self.one_shot)
-                self.training.train_stage(end, self._find_rate(None), [], self._check_stage)
+                self.training.train_stage(end, self.one_shot.rate, [], self._check_stage)
         else:
             for drop in drops:
                 drop(None)
@@ -191,39 +217,54 @@ class CompressionRun:
             )
         self._finish_stage()
 
-    def _sparsify_dense(self, density: float, *, is_last: bool) -> None:
-        """Make the dense student block-sparse, and fit another copy in one shot if the budget allows."""
+    def _sparsify_dense(self, plan: Plan, density: float) -> bool:
+        """Fit the dense student in one shot at the target, and at the density of the first stage if there is time.
+
+        Returns:
+            whether there was time; otherwise the student is the one-shot model.
+        """
         budget, dense_student = self.training.budget, self.student
         begin = budget.elapsed
-        self._sparsify_better(dense_student, density)
+        loss, agreed = self._sparsify_better(dense_student, self.target, plan)
         self.training.forget_targets()
         minutes = budget.elapsed - begin
-        if not is_last and (budget.minutes is None or budget.elapsed + minutes < FIT_SHARE * budget.minutes):
-            student = self.student
-            self._fit_one_shot(dense_student)
-            self.training.student = student
+        speedup = speedup_of(self.student, self.dense_model, self.example)
+        point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
+        self.one_shot = _OneShot(self.student, point)
+        rate, trained_loss = self._test_rates()
+        self.one_shot = _OneShot(self.student, point, rate, trained_loss)
+        if density <= self.target or (budget.minutes is not None and minutes > FIT_SHARE * budget.minutes):
+            self._start_from(self.one_shot)
+            return False
+        self._sparsify_better(dense_student, density)
+        return True
 
-    def _sparsify_better(self, dense_student: nn.Module, density: float) -> tuple[float, float]:
+    @torch.no_grad()
+    def _sparsify_better(
+        self, dense_student: nn.Module, density: float, plan: Plan | None = None
+    ) -> tuple[float, float]:
         """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
 
         Fitted recurrent layers may be worse, as their errors add up over steps.
+
+        Args:
+            dense_student: the dense model.
+            density: the density of the chosen weights.
+            plan: their layouts if they are selected already.
         """
         skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.weights_to_sparsify]
         results = []
         with _without_warnings():
             for batches in [self.calibration, None] if self.calibration else [None]:
-                student = sparsify(dense_student, density, self.block_size, skip=skip, data=batches, force=True)
+                if plan is not None and batches is self.calibration:
+                    fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
+                    student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
+                else:
+                    student = sparsify(dense_student, density, self.block_size, skip=skip, data=batches, force=True)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))
         best, self.training.student = min(results, key=lambda result: result[0][0])
         return best
-
-    def _fit_one_shot(self, dense_student: nn.Module) -> None:
-        """Fit the dense model at the target density: a baseline that training in stages has to reach."""
-        loss, agreed = self._sparsify_better(dense_student, self.target)
-        speedup = speedup_of(self.student, self.dense_model, self.example)
-        minutes = self.training.budget.elapsed
-        self.one_shot = _OneShot(self.student, Point(self._density(), speedup, agreed, loss, self._metric(), minutes))
 
     def _better_one_shot(self, point: Point) -> _OneShot | None:
         """Return the model fitted in one shot if it is better than a point of the curve, else None."""
@@ -234,14 +275,15 @@ class CompressionRun:
         self.training.student, self.speedup = copy_model(one_shot.model), one_shot.point.speedup
         self.steps_before = self.training.budget.spent_steps
         self.best_of_stage = _Candidate(copy_state(one_shot.model), one_shot.point)
+        self.started_from_one_shot = True
 
     def _check_stage(self, loss: float, agreed: float) -> bool:
         """Keep the student's state if it is the best; return whether to continue with the one-shot model instead."""
         self._keep_if_best(loss, agreed)
+        if self.one_shot is None or self.started_from_one_shot:
+            return False
         at_target = self._density() <= self.target * (1 + DENSITY_TOLERANCE)
-        return (
-            at_target and self.best_of_stage is not None and self._better_one_shot(self.best_of_stage.point) is not None
-        )
+        return at_target and not loss <= self.one_shot.trained_loss
 
     def _replace_last(self, one_shot: _OneShot) -> None:
         """Replace the last point of the curve, and its model, by those of the one-shot fit."""
@@ -266,16 +308,9 @@ class CompressionRun:
             sparsify(self.student, density, skip=skip, **more)
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
 
-    def _find_rate(self, density: float | None) -> float:
-        """Return the learning rate that trains the student best after pruning to a density; None for no pruning."""
-        share, student = RATE_SHARE * (1 - self.training.budget.used), self.student
-        if density is not None:
-            self.training.student = copy_model(student)
-            self._drop(density, None)
-        try:
-            return self.training.find_rate(share)
-        finally:
-            self.training.student = student
+    def _test_rates(self) -> tuple[float, float]:
+        """Return the learning rate that trains the student best, and the held-out loss after the test."""
+        return self.training.find_rate(RATE_SHARE * (1 - self.training.budget.used))
 
     def _keep_if_best(self, loss: float, agreed: float) -> None:
         """Keep the student's state if it is the best of its stage, and save the run."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError, SparsityWarning
-from ..sparsity.calibration.calibrate import PROGRESS_DELAY, batch_error, byte_count, sample_count
+from ..sparsity.calibration.calibrate import LINE_SECONDS, PROGRESS_DELAY, batch_error, byte_count, sample_count
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
 from ..surgery.model_tools import evaluation_mode
 from .batches import MAX_BYTES, BatchReader, Data, form_of, is_finite
@@ -27,14 +27,18 @@ MAX_FORMS = 8
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 RATE_STEPS, RATE_SHARE = 30, 0.05
 
+# A longer training gains more from a higher rate than a test does. So the highest rate is taken whose loss is at most
+# this factor above the best one.
+RATE_TOLERANCE = 1.05
+
 # Without the steps for a test, this rate is used.
 MIN_RATE_STEPS, DEFAULT_RATE = 5, 1e-3
 
 # A stage is evaluated this many times. It starts with a linear warm-up over this fraction.
-CHECKS, WARM_UP = 5, 0.05
+CHECKS, WARM_UP = 8, 0.05
 
-# Blocks are dropped during this fraction of a stage.
-DROP_SHARE = 0.4
+# Blocks are dropped during this fraction of the last stage, and of a stage before.
+DROP_SHARE, EARLY_DROP_SHARE = 0.2, 0.5
 
 # After a loss that is not finite, training resumes from the last check with this fraction of the rate, a few times.
 RATE_CUT, MAX_CUTS = 0.3, 3
@@ -137,7 +141,10 @@ class Training:
             raise batch_error(self.distillation.teacher, batch, error, with_label=True) from error
         for name, tensor in (*targets.tensors.items(), *targets.hidden.items()):
             if not tensor.isfinite().all():
-                got = f"inf or nan in {name} for {'held-out ' * held_out}batch {index}"
+                which = f"{'held-out ' * held_out}batch {index}"
+                if not is_finite(batch):
+                    raise BlockSparseError.expected("data", "finite numbers", f"inf or nan in {which}")
+                got = f"inf or nan in {name} for {which}"
                 raise BlockSparseError.expected("teacher", "finite outputs for all data", got)
         targets = Targets(None, targets.tensors, targets.hidden)
         size = byte_count(targets.tensors) + byte_count(targets.hidden)
@@ -220,6 +227,7 @@ class Training:
             whether `on_check` ended the stage.
         """
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
+        drop_share = DROP_SHARE if end == 1 else EARLY_DROP_SHARE
         good = copy_state(self.student)
         trained, optimizer = self._last
         if optimizer is None or trained is not self.student:
@@ -229,7 +237,7 @@ class Training:
             for group in optimizer.param_groups:
                 decay = (1 + math.cos(math.pi * done)) / 2 if end == 1 else 1.0
                 group["lr"] = rate * min(1.0, 0.1 + done / WARM_UP) * decay
-            if dropped < len(drops) and done * len(drops) >= (dropped + 1) * DROP_SHARE:
+            if dropped < len(drops) and done * len(drops) >= (dropped + 1) * drop_share:
                 drops[dropped](optimizer)
                 dropped += 1
                 good = copy_state(self.student)
@@ -259,17 +267,16 @@ class Training:
         self._last = self.student, optimizer
         return False
 
-    def find_rate(self, share: float) -> float:
-        """Try each of RATES for a few steps and return the one with the lowest held-out loss.
+    def find_rate(self, share: float) -> tuple[float, float]:
+        """Try each of RATES for a few steps; return the highest rate that is good, and the lowest held-out loss.
 
-        The student's state is restored. If no rate reduces the loss, the smallest is returned. If there are too few
-        steps for a test, the default rate is returned untested.
+        The student's state is restored. If there are too few steps for a test, the default rate is returned untested.
 
         Args:
             share: fraction of the budget that this may use.
         """
         if self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES):
-            return DEFAULT_RATE
+            return DEFAULT_RATE, self.evaluate()[0]
         before, losses = self.evaluate()[0], {}
         begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
@@ -281,8 +288,8 @@ class Training:
                     break
             losses[rate] = self.evaluate()[0]
             self.student.load_state_dict(state)
-        best = min(losses, key=lambda rate: losses[rate])
-        return best if losses[best] < before else RATES[0]
+        best = min(before, *losses.values())
+        return max([RATES[0], *(rate for rate in RATES if losses[rate] <= RATE_TOLERANCE * best)]), best
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
         """Return AdamW, without weight decay, for the student's parameters.
@@ -324,18 +331,23 @@ class Training:
         return float(loss.detach())
 
     def _show(self, loss: float) -> None:
-        """On a terminal, after two seconds, show the state in a line on stderr."""
-        now = time.monotonic()
+        """Show the state on stderr: in a line of the terminal, or else in a new line every 30 seconds."""
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
         self._shown = self._shown or now
-        if sys.stderr.isatty() and now - self._shown > PROGRESS_DELAY and now - self._last_shown > 0.5:
+        if now - self._shown < (PROGRESS_DELAY if is_terminal else LINE_SECONDS):
+            return
+        if now - self._last_shown > (0.5 if is_terminal else LINE_SECONDS):
             self._last_shown = now
             done = int(BAR * min(1.0, self.budget.used))
             line = f"[{'#' * done:-<{BAR}}] {self.label}, loss {loss:.3g}, {self.budget.left()}"
-            print(f"\r{line:<{COLUMNS}.{COLUMNS}}", end="", file=sys.stderr, flush=True)
+            if is_terminal:
+                print(f"\r{line:<{COLUMNS}.{COLUMNS}}", end="", file=sys.stderr, flush=True)
+            else:
+                print(line.strip(), file=sys.stderr, flush=True)
 
     def clear_line(self) -> None:
         """Remove the state from the terminal."""
-        if self._last_shown:
+        if self._last_shown and sys.stderr.isatty():
             print(f"\r{'':{COLUMNS}}\r", end="", file=sys.stderr, flush=True)
 
 

@@ -24,7 +24,8 @@ Observer = Callable[[nn.Module, tuple[Any, ...]], None]
 MAX_SAMPLES = 1024
 MAX_BYTES = 2**28
 
-PROGRESS_DELAY = 2.0  # seconds before progress is shown
+PROGRESS_DELAY = 2.0  # seconds before progress is shown on a terminal
+LINE_SECONDS = 30.0  # seconds between lines of progress in a file or a notebook
 T = TypeVar("T")
 
 
@@ -206,7 +207,7 @@ def check_finite(name: str, sums: Tensor) -> None:
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items; on a terminal, after two seconds, count them in a line on stderr."""
+    """Yield the items and count them on stderr: in a line of the terminal, or else in a new line every 30 seconds."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     begin, shown = time.monotonic(), False
     try:
@@ -214,6 +215,9 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
             if sys.stderr.isatty() and time.monotonic() - begin > PROGRESS_DELAY:
                 print(f"\r{label} {done + 1}/{total}", end="", file=sys.stderr, flush=True)
                 shown = True
+            elif not sys.stderr.isatty() and time.monotonic() - begin > LINE_SECONDS:
+                print(f"{label} {done + 1}/{total}", file=sys.stderr, flush=True)
+                begin = time.monotonic()
             yield item
     finally:
         if shown:
