@@ -36,6 +36,17 @@ METHODS = {
         sparse,
         lambda m, o: bs.sparsity.GradualBlockPruning(m, o, 0.3, end=4, every=1, regrow=0.5),
     ),
+    "GradualBlockPruning, random": (
+        sparse,
+        lambda m, o: bs.sparsity.GradualBlockPruning(m, o, 0.3, end=4, every=1, regrow=0.5, growth="random"),
+    ),
+    "GradualBlockPruning, topology": (
+        sparse,
+        lambda m, o: bs.sparsity.GradualBlockPruning(
+            m, o, 0.3, end=4, every=1, regrow=0.5, growth="topology", schedule="sigmoid", initial_density=0.8
+        ),
+    ),
+    "CHTs": (sparse, lambda m, o: bs.sparsity.CHTs(m, o, end=8, every=2)),
     "GradualPruning": (dense, lambda m, o: bs.sparsity.GradualPruning(m, o, 0.5, end=4, every=1, block_size=4)),
     "GroupLasso": (dense, lambda m, o: bs.sparsity.GroupLasso(m, o, block_size=4)),
     "ImportancePruning": (sparse, lambda m, o: bs.sparsity.ImportancePruning(m, o, begin=1, every=2)),
@@ -182,10 +193,11 @@ def test_a_weight_without_blocks_is_refused_and_nothing_changes(make, remedy):
         bs.sparsity.SET,
         partial(bs.sparsity.RigL, end=50, every=1),
         partial(bs.sparsity.SMET, end=50, every=1),
+        partial(bs.sparsity.CHTs, end=50, every=1, alpha=0.5),
         partial(bs.sparsity.ImportancePruning, begin=0, every=1),
         partial(bs.sparsity.GradualBlockPruning, end=1),
     ],
-    ids=["SET", "RigL", "SMET", "importance", "gradual"],
+    ids=["SET", "RigL", "SMET", "CHTs", "importance", "gradual"],
 )
 def test_frozen_layers_keep_their_layouts(make):
     model = nn.Sequential(*(bs.nn.Linear(48, 48, density=0.4, block_size=4) for _ in range(3)))
@@ -374,6 +386,19 @@ BAD = {
         ({"warmup": -1}, "warmup: expected an int, 0 or more"),
         ({"optimizer": OTHERS}, "expected an optimizer with the parameter 0"),
         ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
+    ]),
+    "CHTs": (layers, {"optimizer": None, "end": 100}, [
+        ({"end": 0}, "end: expected an int, 1 or more"),
+        ({"alpha": -1}, "alpha: expected a number from 0 to 1"),
+        ({"temperatures": 3}, r"temperatures: expected a pair of numbers \(first, last\), got 3"),
+        ({"temperatures": (1, -1)}, "temperatures: expected a finite number, 0 or more"),
+        ({"optimizer": OTHERS}, "expected an optimizer with the parameter 0"),
+    ]),
+    "GradualBlockPruning": (layers, {"end": 9, "density": 0.3}, [
+        ({"growth": "magic"}, "growth: expected one of gradient, random, topology, got 'magic'"),
+        ({"schedule": "linear"}, "schedule: expected one of cubic, sigmoid, got 'linear'"),
+        ({"initial_density": 0.2}, "initial_density: expected a number from 0.3 to 1, got 0.2"),
+        ({"regrow": 2}, "regrow: expected a number from 0 to 1"),
     ]),
     "ImportancePruning": (layers, {}, [
         ({"percentile": 101}, "percentile: expected a number from 0 to 100"),

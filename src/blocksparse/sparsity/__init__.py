@@ -19,6 +19,7 @@ from .pruning.prune_gated_blocks import prune_gated_blocks
 from .pruning.threshold import ThresholdPruning, percentiles
 from .selection import block_norms
 from .sparse_training.block_clock import BlockClock
+from .sparse_training.chts import CHTs
 from .sparse_training.densities import erdos_renyi_density, erk
 from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
@@ -34,6 +35,7 @@ __all__ = [
     "SRSTE",
     "ActivationScores",
     "BlockClock",
+    "CHTs",
     "Distillation",
     "GradualBlockPruning",
     "GradualPruning",

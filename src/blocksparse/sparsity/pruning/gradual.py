@@ -10,16 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from ...checked import integer, number
+from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..lines import lines_of
-from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms
+from ..selection import (
+    TieBreak,
+    check_density,
+    check_norm,
+    dense_norms,
+    mark_smallest,
+    normalize_by_size,
+    stored_norms,
+)
+from ..sparse_training.chts import topological_places, without_returning
 from ..sparse_training.dynamic_sparsity import Modules
 from ..sparse_training.gradient_growth import GradientGrowth
+from ..sparse_training.growth import draw_places
 from .dense_pruner import MaskedPruner
-from .schedule import CubicSchedule
+from .schedule import SCHEDULES, CubicSchedule
+
+GROWTHS = ("gradient", "random", "topology")
 
 
 class _MagnitudeSelection:
@@ -122,16 +135,20 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
     longer stored, so training gets cheaper with the density, and there is no `finish`. Works on tensor-parallel parts
     and FSDP2 shards. Under DistributedDataParallel, wrap the model again after a call that changed it.
 
-    With `regrow`, each call that prunes also moves blocks, as GraNet does: each weight drops a fraction of the blocks
-    that are left, the smallest first, and as many grow where the dense gradient is largest. This fraction falls from
-    `regrow` at `begin` to 0 at `end` by a cosine. As in `RigL`, only linear layers and convolutions can grow blocks,
-    and weights do not move in that iteration.
+    With `regrow`, each call that prunes also moves blocks, as GraNet, BLaST and CHTss do: each weight drops a fraction
+    of the blocks that are left, the smallest first, and as many grow, with values 0. This fraction falls from `regrow`
+    at `begin` to 0 at `end` by a cosine. A block that would be dropped and grown again stays.
 
     Args:
         modules, optimizer, skip, on_layout_change: see `SET`.
         density: fraction of all blocks of these weights to keep at the end, 0.1 by default.
         begin, end, every, norm, scope, seed, keep_lines: see `GradualPruning`.
         regrow: initial fraction of the blocks that move, 0 to 1; 0 by default. GraNet has 0.5.
+        growth: where blocks grow. "gradient" (default): where the dense gradient is largest, as in `RigL`; then only
+            linear layers and convolutions can grow blocks, and weights do not move in that iteration. "random": at
+            random. "topology": at random by the scores of `CHTs`.
+        schedule: "cubic" (default) or "sigmoid", which falls slowly at first, as in CHTss.
+        initial_density: density at `begin`, 1 by default; 0.5 in GraNet and CHTss, for layers that start so.
 
     Raises:
         BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`.
@@ -146,7 +163,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         (16, 0.25)
 
     Source: Zhu, Gupta (2017), as for `GradualPruning`; Liu et al., Sparse training via boosting pruning plasticity with
-    neuroregeneration (2021), for `regrow`.
+    neuroregeneration (2021), for `regrow`; Okanovic et al., BLaST: high performance inference and pretraining using
+    block sparse transformers (2025); Zhang et al. (2025), as for `CHTs`.
     """
 
     def __init__(
@@ -164,6 +182,9 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         seed: int = 0,
         keep_lines: bool = True,
         regrow: float = 0.0,
+        growth: str = "gradient",
+        schedule: str = "cubic",
+        initial_density: float = 1.0,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, seed=seed, on_layout_change=on_layout_change)
@@ -173,9 +194,13 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             weight = handle_of(module)
             self.blocks[name] = Blocks((*weight.layout.shape, *weight.local.shape[3:]), weight.layout.block_shape)
         trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
-        self._configure(CubicSchedule(density, begin, end, every), norm, scope, trained)
-        self.regrow = number("regrow", regrow, 0, 1)
-        if regrow:
+        if schedule not in SCHEDULES:
+            raise BlockSparseError.expected("schedule", f"one of {', '.join(SCHEDULES)}", repr(schedule))
+        if growth not in GROWTHS:
+            raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
+        self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
+        self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
+        if regrow and growth == "gradient":
             self._watch_gradients()
 
     def fraction(self, t: int) -> float:
@@ -186,16 +211,37 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)
 
-    def _grows(self, call: int) -> bool:
+    def _moves(self, call: int) -> bool:
+        """Return whether blocks move in this call."""
         return self.regrow > 0 and self._due(call) and self.schedule.begin < call < self.schedule.end
+
+    def _grows(self, call: int) -> bool:
+        """Return whether blocks grow by their gradients in this call."""
+        return self.growth == "gradient" and self._moves(call)
 
     def _change_layouts(self) -> None:
         """Prune down to the schedule's density; then let some of the blocks that are left move."""
         watches = self._recorded_gradients() if self._grows(self.calls) else []
         self._prune()
-        if watches:
-            for i, _, weight in self._trained_weights():
-                self._drop_and_grow(weight, watches[i], self.fraction(self.calls), self._tie_break(i))
+        if not self._moves(self.calls):
+            return
+        for i, _, weight in self._trained_weights():
+            fraction, tie_break = self.fraction(self.calls), self._tie_break(i)
+            if watches:
+                self._drop_and_grow(weight, watches[i], fraction, tie_break)
+            else:
+                self._drop_and_draw(weight, fraction, tie_break, self._generator(i))
+
+    def _drop_and_draw(
+        self, weight: WeightHandle, fraction: float, tie_break: TieBreak, generator: np.random.Generator
+    ) -> None:
+        """Drop this fraction of the blocks of one weight, the smallest, and grow as many without gradients."""
+        count = int(fraction * weight.layout.nnz)
+        drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
+        draw = topological_places if self.growth == "topology" else draw_places
+        drop, rows, cols = without_returning(weight.layout, drop, draw(weight, drop, generator, self.keep_lines))
+        dropped = np.flatnonzero(drop)
+        rewire(weight, dropped, rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
     def _prune(self) -> None:
         """Drop the stored blocks with the smallest norms, down to the schedule's density."""

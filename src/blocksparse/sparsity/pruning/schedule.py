@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ from ..selection import top_blocks
 
 @dataclass(frozen=True)
 class CubicSchedule:
-    """A density that falls from 1 at step `begin` to `density` at step `end`; in between it is
+    """A density that falls from `initial`, 1 by default, at step `begin` to `density` at step `end`; in between it is
 
-        density + (1 - density) (1 - (t - begin) / (end - begin))^3
+        density + (initial - density) (1 - (t - begin) / (end - begin))^3
 
     It is applied at `begin`, at each `every`-th step from there, and at `end`.
 
@@ -28,17 +29,26 @@ class CubicSchedule:
     begin: int
     end: int
     every: int
+    initial: float = 1.0
 
     def __post_init__(self) -> None:
         number("density", self.density, 0, 1)
+        number("initial_density", self.initial, self.density, 1)
         integer("begin", self.begin, 0)
         integer("end", self.end, self.begin + 1)
         integer("every", self.every, 1)
 
     def __call__(self, t: int) -> float:
         """Return the density at step t."""
-        remaining = min(max((self.end - t) / (self.end - self.begin), 0.0), 1.0)
-        return self.density + (1 - self.density) * remaining**3
+        return self.density + (self.initial - self.density) * self._curve(self._remaining(t))
+
+    def _remaining(self, t: int) -> float:
+        """Return the fraction of the steps that is left, 0 to 1."""
+        return min(max((self.end - t) / (self.end - self.begin), 0.0), 1.0)
+
+    def _curve(self, remaining: float) -> float:
+        """Return the fraction of the way from `density` to `initial`."""
+        return remaining**3
 
     def select(
         self,
@@ -57,6 +67,27 @@ class CubicSchedule:
     def due(self, t: int) -> bool:
         """Return whether to prune at step t."""
         return self.begin <= t <= self.end and ((t - self.begin) % self.every == 0 or t == self.end)
+
+
+@dataclass(frozen=True)
+class SigmoidSchedule(CubicSchedule):
+    """A density that falls slowly, fast, then slowly, by a sigmoid over -6 to 6 that is scaled to reach both ends:
+
+        density + (initial - density) ((sigmoid(6 (1 - 2 u)) - 1/2) / (2 sigmoid(6) - 1) + 1/2)
+
+    where u = (t - begin) / (end - begin). Otherwise as `CubicSchedule`.
+
+    Source: Zhang et al., Brain network science modelling of sparse neural networks (2025): CHTss.
+    """
+
+    def _curve(self, remaining: float) -> float:
+        def sigmoid(x: float) -> float:
+            return 1 / (1 + math.exp(-x))
+
+        return (sigmoid(6 * (2 * remaining - 1)) - 0.5) / (2 * sigmoid(6) - 1) + 0.5
+
+
+SCHEDULES = {"cubic": CubicSchedule, "sigmoid": SigmoidSchedule}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""CHTs: grows blocks where short paths through the pattern lead, and drops blocks by sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...checked import integer, number
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ...surgery.prunable import Skip
+from ...surgery.rewire import OnLayoutChange
+from ...surgery.weight_handle import WeightHandle
+from ..lines import coverable, lines_of
+from ..selection import TieBreak, stored_norms
+from .dynamic_sparsity import Modules
+from .growth import move_to_empty_lines
+from .set import SET
+
+MAX_PLACES = 1 << 27  # of a grid, whose scores are all computed
+ROWS_AT_ONCE = 1 << 11
+
+
+class CHTs(SET):
+    """Cannistraci-Hebb training with a soft rule (CHTs): blocks grow where the pattern itself predicts links.
+
+    In each `every`-th call of `step` before `end`, it drops the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks
+    of each weight and grows the same number, with values 0. Both are drawn at random:
+
+    - The blocks that stay are drawn with probabilities proportional to norm^T. T rises linearly from the first to the
+      second of `temperatures`: from exploring to keeping the largest blocks.
+    - New places are drawn with probabilities proportional to their CH2-L3n scores in the pattern that is left. They are
+      high where many paths of three blocks lead, over rows and columns with few other blocks. No gradient is needed.
+
+    A block that would be dropped and grown again stays. The scores of all places are computed, so a grid may have
+    2^27 blocks at most.
+
+    Args:
+        modules, optimizer, skip, norm, seed, keep_lines, on_layout_change: see `SET`.
+        end: first call that changes nothing.
+        every: iterations from one change to the next, 100 by default.
+        alpha: initial fraction to drop, 0 to 1; 0.1 by default, as in the paper's language models (0.3 in its MLPs).
+        temperatures: the exponents T at the first call and at `end`; (1, 9) by default, as in its language models.
+
+    Raises:
+        BlockSparseError: as for `SET`; in `step`, a grid of more than 2^27 blocks.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(bs.nn.Linear(64, 96, density=0.2, block_size=8), bs.nn.Linear(96, 10))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> method = bs.sparsity.CHTs(model, optimizer, end=100, every=1, skip="1")
+        >>> method.step(), method.temperature(50)
+        (True, 5.0)
+
+    Source: Zhang et al., Brain network science modelling of sparse neural networks enables transformers and LLMs to
+    perform as fully connected (NeurIPS 2025).
+    """
+
+    end: int
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None,
+        end: int,
+        *,
+        every: int = 100,
+        alpha: float = 0.1,
+        temperatures: tuple[float, float] = (1.0, 9.0),
+        skip: Skip = (),
+        norm: str = "l2",
+        seed: int = 0,
+        keep_lines: bool = True,
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        self.alpha, self.temperatures = number("alpha", alpha, 0, 1), _checked_pair(temperatures)
+        super().__init__(
+            modules,
+            optimizer,
+            self.alpha,
+            skip=skip,
+            every=every,
+            end=integer("end", end, 1),
+            init="zeros",
+            norm=norm,
+            seed=seed,
+            keep_lines=keep_lines,
+            on_layout_change=on_layout_change,
+        )
+
+    def fraction(self, t: int) -> float:
+        """Return the fraction of the blocks to drop in call t, counted from 1."""
+        return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
+
+    def temperature(self, t: int) -> float:
+        """Return the exponent of the norms in call t."""
+        first, last = self.temperatures
+        return first + (last - first) * t / self.end
+
+    def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
+        """Drop and grow blocks of one weight; those that would do both stay."""
+        layout = weight.layout
+        count = int(self.fraction(self.calls) * layout.nnz)
+        scores = self.temperature(self.calls) * _logarithms(stored_norms(weight, self.norm))
+        drop = np.ones(layout.nnz, dtype=bool)
+        drop[draw_by_score(scores, layout.nnz - count, generator)] = False
+        places = topological_places(weight, drop, generator, self.keep_lines)
+        self._replace(weight, *without_returning(layout, drop, places), generator)
+
+
+def topological_places(
+    weight: WeightHandle, drop: np.ndarray, generator: np.random.Generator, keep_lines: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw rows and columns of as many new blocks as are dropped, by their CH2-L3n scores; sorted.
+
+    Places without a score, and padding, are drawn only if there are too few others; see `growth.draw_places`.
+    """
+    layout, lines = weight.layout, lines_of(weight)
+    if layout.grid[0] * layout.grid[1] > MAX_PLACES:
+        raise BlockSparseError.expected(
+            "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
+        )
+    keys = layout.keys_of_blocks()[~drop]
+    mask = torch.zeros(layout.grid, dtype=torch.float64)
+    mask.view(-1)[torch.from_numpy(keys)] = 1
+    scores = _logarithms(path_scores(mask).numpy())
+    padding = np.ones(layout.grid, dtype=bool)
+    padding[np.ix_(*lines)] = False
+    scores[padding] -= 1e6
+    scores.reshape(-1)[keys] = -np.inf
+    drawn = np.divmod(np.sort(draw_by_score(scores.reshape(-1), int(drop.sum()), generator)), layout.grid[1])
+    if not keep_lines:
+        return drawn
+    return move_to_empty_lines(keys, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+
+
+def without_returning(
+    layout: BlockLayout, drop: np.ndarray, places: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the drops, rows and columns without blocks that would be dropped and grown again."""
+    keys, columns = layout.keys_of_blocks(), layout.grid[1]
+    grow = places[0] * columns + places[1]
+    rows, cols = np.divmod(np.setdiff1d(grow, keys[drop], assume_unique=True), columns)
+    return drop & ~np.isin(keys, grow), rows, cols
+
+
+def path_scores(mask: Tensor) -> Tensor:
+    """Return the CH2-L3n score of each place of a pattern, float64 `[rows, columns]`.
+
+    With B the pattern and D = B B^T, D_ij counts the columns that rows i and j share, and row j has
+    e_ij = max(blocks of row j - D_ij, 1) - 1 other blocks besides the predicted one. A path from row i over row j to
+    column k counts (D_ij + 1) / (e_ij + 1) where D_ij > 0. Paths over columns count likewise, and both are added.
+
+    Args:
+        mask: 1 for blocks of the pattern, 0 elsewhere, float64 `[rows, columns]`.
+    """
+    return _paths_over_rows(mask) + _paths_over_rows(mask.T.contiguous()).T
+
+
+def _paths_over_rows(mask: Tensor) -> Tensor:
+    """Return the sum over paths row - row - column, `[rows, columns]`; see `path_scores`."""
+    scores, degrees = torch.empty_like(mask), mask.sum(1)
+    for first in range(0, len(mask), ROWS_AT_ONCE):
+        shared = mask[first : first + ROWS_AT_ONCE] @ mask.T
+        linked = shared > 0
+        others = ((degrees - shared) * linked).clamp(min=1) - 1
+        scores[first : first + ROWS_AT_ONCE] = ((shared + linked) / (others + 1)) @ mask
+    return scores
+
+
+def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Draw different positions one after another, each with a probability proportional to exp of its logarithm.
+
+    -inf is never drawn unless no other is left.
+
+    Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006), in the form of Gumbel keys.
+    """
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    keys = logarithms + generator.gumbel(size=logarithms.size)
+    return np.argpartition(-keys, count - 1)[:count].astype(np.int64)
+
+
+def _logarithms(scores: np.ndarray) -> np.ndarray:
+    """Return natural logarithms, float64; that of 0 is below all others."""
+    return np.log(np.maximum(scores.astype(np.float64), 1e-300))
+
+
+def _checked_pair(temperatures: Any) -> tuple[float, float]:
+    """Return the two temperatures after a check."""
+    if not isinstance(temperatures, Sequence) or len(temperatures) != 2:
+        raise BlockSparseError.expected("temperatures", "a pair of numbers (first, last)", repr(temperatures))
+    first, last = (number("temperatures", each, 0) for each in temperatures)
+    return first, last
