@@ -430,43 +430,6 @@ def test_tradeoff_lists_densities_and_layers(tmp_path):
     assert (tmp_path / "tradeoff.png").is_file()
 
 
-# -- zeros --------------------------------------------------------------------------------------------------------
-
-
-def test_zeros_decide_the_layout():
-    layer = nn.Linear(64, 64)
-    with torch.no_grad():
-        layer.weight[:, 16:] = 0
-    sparse = bs.from_zeros(layer, force=True)
-    x = torch.randn(5, 64)
-    torch.testing.assert_close(sparse(x), layer(x))
-    assert sparse.layout.block_shape == (16, 16)
-    assert sparse.layout.density == 0.25
-    assert bs.from_zeros(layer, 8, force=True).layout.block_shape == (8, 8)
-    assert bs.from_zeros(layer, (8, 4), force=True).layout.block_shape == (8, 4)
-    assert isinstance(layer, nn.Linear)
-
-
-def test_a_weight_of_zeros_is_reported():
-    layer = nn.Linear(64, 64)
-    nn.init.zeros_(layer.weight)
-    with pytest.warns(bs.SparsityWarning, match="all its values are 0"):
-        assert isinstance(bs.from_zeros(layer), nn.Linear)
-
-
-def test_sizes_and_densities_are_lists():
-    with pytest.raises(bs.BlockSparseError, match="block_size: expected a size or more, got none"):
-        bs.from_zeros(nn.Linear(8, 8), [])
+def test_densities_are_lists():
     with pytest.raises(bs.BlockSparseError, match=r"densities: expected a list of numbers, such as \[0.25\], got 0.5"):
         bs.tradeoff(Classifier(), labelled(64), densities=0.5)
-
-
-def test_zeros_in_single_values_are_reported():
-    layer = nn.Linear(64, 64)
-    with torch.no_grad():
-        layer.weight[0::2, 0::2] = 0
-    with pytest.warns(bs.SparsityWarning, match="25% of its values are 0, but no whole block is"):
-        dense = bs.from_zeros(layer, [32, 8])
-    assert isinstance(dense, nn.Linear)
-    with pytest.warns(bs.SparsityWarning, match="no weight has zeros"):
-        bs.from_zeros(nn.Linear(8, 8))

@@ -234,3 +234,22 @@ def test_a_block_sparse_head_refuses_more_tokens_before_anything_changes():
     model.lm_head = bs.densify(model.lm_head)
     model.resize_token_embeddings(56)
     assert model(torch.arange(50)[None]).logits.shape == (1, 50, 56)
+
+
+@pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning")
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_head_that_is_tied_to_the_embedding_stays_dense_and_tied(compressed, tmp_path):
+    model, tokens = gpt2().eval(), torch.randint(64, (16, 8))
+    data = [{"input_ids": batch} for batch in tokens.split(4)]
+    if compressed:
+        smaller = bs.compress(model, data, 0.5, steps=2).model
+    else:
+        smaller = bs.sparsify(model, 0.5, force=True, data=data)
+        assert len(layouts(smaller)) == 8
+    assert smaller.lm_head.weight is smaller.transformer.wte.weight
+    row = next(row for row in bs.report(smaller, tokens=1).rows if row.name == "lm_head.weight")
+    assert "tied to transformer.wte.weight" in row.note
+    smaller.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    torch.testing.assert_close(loaded(tokens).logits, smaller(tokens).logits)

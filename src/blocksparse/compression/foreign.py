@@ -81,6 +81,8 @@ def read_foreign(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size]) -> di
             dense[key] = _checked_values(key, _dense(key, value))
         else:
             dense[key] = _checked_dtype(key, value)
+            if not value.is_meta and bool(value.isnan().any()):  # buffers may contain inf, such as masks
+                raise BlockSparseError.expected(key, "values without nan", "nan")
     return {key: _fill_removed(key, value, shapes.get(key)) for key, value in dense.items()}
 
 

@@ -99,6 +99,7 @@ class FixedSelection(Selection):
         for name, weight in named.items():
             check_layout(layouts[name])
             weight.check_fit(layouts[name])
+            check_finite_weight(weight)
         self.weights = {name: weight.in_blocks(layouts[name].block_shape) for name, weight in named.items()}
         self._layouts = layouts
         self.target_density = self.density_of(self.layouts(self.weights))
@@ -190,8 +191,7 @@ class ScoredSelection(Selection):
     def _score(self, name: str, criterion: Criterion) -> Tensor:
         """Return the scores of a weight's blocks, `[out_blocks, in_blocks]`."""
         weight, blocks = self.weights[name], self.blocks[name]
-        if not bool(weight.tensor.isfinite().all()):
-            raise BlockSparseError.expected(f"the weight {name}", "finite numbers", "inf or nan among them")
+        check_finite_weight(weight)
         if isinstance(criterion, str):
             numbers = blocks.fold(weight.tensor.detach()).float().abs()
             if criterion == "lamp":
@@ -210,6 +210,12 @@ class ScoredSelection(Selection):
             got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
             raise BlockSparseError.expected(f"the scores of {name}", f"finite numbers, {list(weight.grid)}", got)
         return scores.detach()
+
+
+def check_finite_weight(weight: Prunable) -> None:
+    """Raise a BlockSparseError that names the weight if it has values that are not finite."""
+    if not bool(weight.tensor.isfinite().all()):
+        raise BlockSparseError.expected(f"the weight {weight.name}", "finite numbers", "inf or nan among them")
 
 
 def _lamp(squares: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checked import number
+from ..checked import checked_block, number
 from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning, format_reasons
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
@@ -25,7 +25,8 @@ from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
 from .sparser import dense_name, drop_blocks, stored_weights
-from .speed import Example, checked_tokens, keep_faster
+from .speed import Example, Speed, checked_tokens, keep_faster
+from .zeros import BLOCK_SIZES, BlockSizes, layouts_of_zeros
 
 # A warning reports densities that miss the target by more than this fraction of it.
 DENSITY_TOLERANCE = 0.1
@@ -37,8 +38,9 @@ SPARSE_ALREADY = "it is block-sparse already: sparsify its layer alone, or densi
 def sparsify(
     model: nn.Module,
     density: float | Mapping[str, float] = 0.1,
-    block_size: int | tuple[int, int] = 32,
+    block_size: BlockSizes | None = None,
     *,
+    keep: str | None = None,
     criterion: Criterion | None = None,
     scope: str = "careful",
     skip: Skip = (),
@@ -70,6 +72,9 @@ def sparsify(
         density: fraction of the parameters to keep in weights that become block-sparse, above 0 and at most 1 (default
             0.1). A dict gives the density of each weight by name; weights without a name stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
+        keep: "nonzero" if the weights were pruned: blocks with a nonzero value are kept, instead of densities and
+            scores, and outputs stay equal. `block_size` may then be a list to choose from (default 32, 16, 8, 4, 1):
+            each weight gets the fastest size or, with `force`, the one that stores the fewest parameters.
         criterion: the score of a block.
             "lamp" (default without data): its squared norm / the sum over all blocks of the weight whose squared norm
             is no smaller.
@@ -117,9 +122,23 @@ def sparsify(
 
     Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """
-    checked_tokens(tokens)
     check_optimizer_is_inplace(optimizer, inplace)
-    candidates = survey_weights(model, block_size, skip)
+    if keep is not None:
+        if keep != "nonzero":
+            raise BlockSparseError.expected("keep", '"nonzero", or None to keep blocks by their scores', repr(keep))
+        others = {"density": density != 0.1, "criterion": criterion, "scope": scope != "careful",
+                  "layouts": layouts is not None, "data": data is not None}  # fmt: skip
+        if useless := [argument for argument, is_given in others.items() if is_given]:
+            raise BlockSparseError(
+                f'{useless[0]}= has no effect with keep="nonzero", which keeps all values: omit one.'
+            )
+        options: dict[str, Any] = {"force": force, "tokens": tokens, "example": example, "inplace": inplace}
+        return keep_nonzero(
+            model, BLOCK_SIZES if block_size is None else block_size, skip, **options, optimizer=optimizer
+        )
+    checked_tokens(tokens)
+    block = checked_block(32 if block_size is None else block_size)
+    candidates = survey_weights(model, block, skip)
     if not candidates.weights:
         stored = stored_weights(model, skip)
         if not stored:
@@ -140,6 +159,28 @@ def sparsify(
     model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
     _warn_if_missed(plan)
     return model
+
+
+def keep_nonzero(
+    model: nn.Module,
+    block_size: BlockSizes,
+    skip: Skip,
+    *,
+    force: bool,
+    tokens: int,
+    example: Example | None,
+    inplace: bool,
+    optimizer: torch.optim.Optimizer | None = None,
+    name: str = "sparsify",
+) -> nn.Module:
+    """Make weights with zeros block-sparse; the arguments are those of `sparsify`, `name` is the caller's."""
+    checked_tokens(tokens)
+    candidates = survey_weights(model, 1, skip)
+    if not candidates.weights:
+        raise no_weights_error(model, candidates)
+    speed = None if force else Speed(model, tokens, example)
+    layouts = layouts_of_zeros(candidates.weights, block_size, speed, name=name, stacklevel=4)
+    return replace_with_sparse(model if inplace else copy_model(model), layouts, optimizer)
 
 
 # -- survey ------------------------------------------------------------------------------------------------------
