@@ -95,6 +95,7 @@ METHODS = {
         model, optimizer, 0.1, begin=5, end=35, every=10
     ),
     "rigl": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=45, every=6),
+    "fan_in": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=45, every=6, constant_fan_in=True),
     "ties": lambda model, optimizer: bs.sparsity.RigL(
         without_gradients(model), optimizer, end=4, every=1, alpha=0.9, seed=3
     ),
@@ -205,7 +206,7 @@ def compare(name, engine, optimizer, method):
     reshard(several)
     assert len(weights(single)) == {"linear": 3 + (method in DENSE), "mixed": 5}[name]
     changed = sum(each.layout != old for each, old in zip(weights(single), before, strict=False))
-    least = {"none": 0, "rigl": 1}.get(method, 1 if name == "linear" else 5)
+    least = {"none": 0, "rigl": 1, "fan_in": 1}.get(method, 1 if name == "linear" else 5)
     assert changed >= least or (before == [] and any(each.layout.density < 1 for each in weights(single)))
     for mine, theirs in zip(weights(single), weights(several), strict=True):
         handle = handle_of(theirs)
@@ -228,7 +229,7 @@ COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 WITH_CLOCK = {("ddp", "set"), ("fsdp", "rigl"), ("tp", "set")}
 USUAL = {
     "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set"),
-               ("ddp", "ties"), ("fsdp", "ties"), ("tp", "ties")},
+               ("tp", "fan_in"), ("ddp", "ties"), ("fsdp", "ties"), ("tp", "ties")},
     "mixed": {("ddp", "gradual"), ("fsdp", "set"), ("tp", "blocks"), ("tp_fsdp", "rigl")},
 }  # fmt: skip
 

@@ -53,6 +53,7 @@ METHODS = {
     "L0Gates": (dense, lambda m, o: bs.sparsity.L0Gates(m, o, samples=10, block_size=4)),
     "MovementPruning": (dense, lambda m, o: bs.sparsity.MovementPruning(m, o, 0.5, end=4, block_size=4)),
     "RigL": (sparse, lambda m, o: bs.sparsity.RigL(m, o, end=8, every=2)),
+    "RigL, constant fan-in": (sparse, lambda m, o: bs.sparsity.RigL(m, o, end=8, every=2, constant_fan_in=True)),
     "SET": (sparse, lambda m, o: bs.sparsity.SET(m, o, every=2)),
     "SET, constant fan-in": (sparse, lambda m, o: bs.sparsity.SET(m, o, every=2, constant_fan_in=True)),
     "SMET": (sparse, lambda m, o: bs.sparsity.SMET(m, o, end=8, every=2)),
@@ -295,7 +296,7 @@ def test_calls_without_a_backward_pass_count(name):
     """One that catches up with the schedule, or an optimizer in a CUDA graph, whose replays run no hooks."""
     model, optimizer, method = start(name)
     train(model, optimizer, method, 0, 2)
-    if name == "RigL":
+    if name.startswith("RigL"):
         method.end = 1
     if name.endswith("regrow"):  # it would need one
         method.regrow = 0

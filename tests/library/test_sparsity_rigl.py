@@ -339,3 +339,27 @@ def test_copies_record_nothing(copied, monkeypatch):
         method.step()
     layer(x).sum().backward()
     assert len(passes) == 1
+
+
+@pytest.mark.parametrize("tile", [1, TILE])
+def test_rows_grow_where_their_own_gradients_are_largest(tile, monkeypatch):
+    torch.manual_seed(0)
+    layout = bs.patterns.constant_fan_in((64, 96), 8, density=0.4)
+    layer = bs.nn.Linear(96, 64, layout=layout, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2, alpha=0.8, constant_fan_in=True)
+    monkeypatch.setattr("blocksparse.sparsity.sparse_training.gradient_growth.TILE", tile)
+    x, target = torch.randn(32, 96), torch.randn(32, 64)
+    update(optimizer, (layer(x) - target).square().sum(), method)
+    gradient = 2 * (layer(x) - target).detach().T @ x
+    norms = block_norms(gradient, (8, 8), "l2")
+    mask, sizes = layout.mask(), block_norms(bs.to_dense(layer.values.detach(), layout), (8, 8), "l2")
+    dropped = sizes.where(mask, math.inf).flatten().argsort()[: int(method.fraction(2) * layout.nnz)]
+    stays = mask.flatten().index_fill(0, dropped, False).view(mask.shape)
+    expected = stays.clone()
+    for row, missing in enumerate((mask.sum(1) - stays.sum(1)).tolist()):
+        best = norms[row].masked_fill(stays[row], -1).topk(missing).indices
+        expected[row, best] = True
+    update(optimizer, (layer(x) - target).square().sum(), method)
+    assert torch.equal(layer.layout.mask(), expected)
+    assert layer.layout.mask().sum(1).unique().numel() == 1

@@ -80,6 +80,7 @@ def test_rates_by_density():
 
 
 METHODS = {
+    "RigL": lambda layer, optimizer: bs.sparsity.RigL(layer, optimizer, end=50, every=1, constant_fan_in=True),
     "SET": lambda layer, optimizer: bs.sparsity.SET(layer, optimizer, constant_fan_in=True),
     "SMET": lambda layer, optimizer: bs.sparsity.SMET(layer, optimizer, end=50, every=1, constant_fan_in=True),
 }

@@ -249,6 +249,42 @@ def largest_norms(
     return keys, np.concatenate([each for _, each in candidates])[first_of]
 
 
+def largest_norms_of_rows(
+    tiles: Iterator[tuple[int, Tensor]],
+    taken: np.ndarray,
+    columns: int,
+    counts: np.ndarray,
+    tie_break: TieBreak = hash_positions,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each row, the `counts[row]` free places with the largest norms, and these norms.
+
+    See `largest_norms` for the other arguments and the order.
+    """
+    best = [(np.empty(0, dtype=np.int64), np.empty(0))]
+    for first, tile in tiles:
+        tile_norms = tile.flatten().cpu().numpy()
+        if not np.isfinite(tile_norms).all():
+            return np.zeros(1, dtype=np.int64), np.full(1, np.nan)
+        places = first * columns + np.arange(tile_norms.size)
+        free = ~np.isin(places, taken)
+        marks = mark_largest_of_rows(places[free], tile_norms[free], columns, counts, tie_break)
+        best.append((places[free][marks], tile_norms[free][marks]))
+    places, norms = (np.concatenate(each) for each in zip(*best, strict=True))
+    return places, norms
+
+
+def mark_largest_of_rows(
+    places: np.ndarray, norms: np.ndarray, columns: int, counts: np.ndarray, tie_break: TieBreak
+) -> np.ndarray:
+    """Return a mask of the `counts[row]` places with the largest norms of each row; places are rising."""
+    rows = places // columns
+    order = np.lexsort((tie_break(places), -norms, rows))
+    rank = np.arange(places.size) - np.searchsorted(rows, rows)  # within the row
+    marks = np.zeros(places.size, dtype=bool)
+    marks[order[rank < counts[rows]]] = True
+    return marks
+
+
 def _best_of_columns(places: np.ndarray, norms: np.ndarray, tie_break: TieBreak) -> tuple[np.ndarray, np.ndarray]:
     """Return the place with the largest norm in each column of a matrix of places, and that norm."""
     last = np.iinfo(np.uint64).max

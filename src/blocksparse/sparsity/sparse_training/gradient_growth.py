@@ -21,7 +21,14 @@ from ...surgery.weight_handle import WeightHandle
 from ..lines import NO_LINES, coverable, empty_lines, lines_of
 from ..selection import mark_smallest, stored_norms
 from ..updates import was_skipped
-from .dense_gradient import TILE, GradientWatch, gradient_norms, largest_norms
+from .dense_gradient import (
+    TILE,
+    GradientWatch,
+    gradient_norms,
+    largest_norms,
+    largest_norms_of_rows,
+    mark_largest_of_rows,
+)
 from .dynamic_sparsity import DynamicSparsity
 from .growth import best_places
 
@@ -35,6 +42,7 @@ class GradientGrowth(DynamicSparsity):
 
     modules: dict[str, Linear | Convolution]  # type: ignore[assignment]
     norm: str
+    constant_fan_in = False
     _watches: Sequence[GradientWatch] = ()
     _held = False  # whether the hook has cleared gradients since the last call
 
@@ -126,26 +134,33 @@ class GradientGrowth(DynamicSparsity):
         count = int(fraction * layout.nnz)
         keys, columns = layout.keys_of_blocks(), layout.grid[1]
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
-        lines = coverable(lines_of(weight), layout.nnz) if self.keep_lines else NO_LINES
-        empty = empty_lines(lines, keys[~drop], columns)
         # Under tensor parallelism the recorded gradient is that of this process's part of the weight.
         part = watch.layer.part or TensorParallelPart(layout.grid, 0, np.arange(layout.grid[0]), None)
         stays = ~drop[weight.part_positions]
         kernel, replicas = tuple(weight.local.shape[3:]), weight.replicas or watch.replicas
         # Under FSDP2 a tile must not need more memory than this process's share of the values.
         tile = TILE if weight.is_whole else min(TILE, weight.max_local_size)
-        places, norms = largest_norms(
-            gradient_norms(watch.passes, part_layout, kernel, self.norm, tile, replicas=replicas),
-            part_layout.keys_of_blocks()[stays],
-            part_layout.grid[1],
-            count,
-            lambda keys: tie_break(part.global_keys(keys, part_layout.grid[1])),
-            part.local_lines(empty),
-        )
-        places, norms = weight.gather_places(places, norms)
+        tiles = gradient_norms(watch.passes, part_layout, kernel, self.norm, tile, replicas=replicas)
+        taken, part_columns = part_layout.keys_of_blocks()[stays], part_layout.grid[1]
+
+        def tie_break_of_part(keys: np.ndarray) -> np.ndarray:
+            return tie_break(part.global_keys(keys, part_columns))
+
+        if self.constant_fan_in:
+            counts = np.bincount(layout.row_of_block[drop], minlength=layout.grid[0])
+            own = counts[part.lines] if part.axis == 0 else counts
+            found = largest_norms_of_rows(tiles, taken, part_columns, own, tie_break_of_part)
+        else:
+            lines = coverable(lines_of(weight), layout.nnz) if self.keep_lines else NO_LINES
+            empty = empty_lines(lines, keys[~drop], columns)
+            found = largest_norms(tiles, taken, part_columns, count, tie_break_of_part, part.local_lines(empty))
+        places, norms = weight.gather_places(*found)
         if not np.isfinite(norms).all():  # an overflow, after which GradScaler skips the update too
             return
-        grow = best_places(places, norms, count, columns, empty, tie_break)
+        if self.constant_fan_in:
+            grow = places[mark_largest_of_rows(places, norms, columns, counts, tie_break)]
+        else:
+            grow = best_places(places, norms, count, columns, empty, tie_break)
         drop &= ~np.isin(keys, grow)
         rows, cols = np.divmod(np.setdiff1d(grow, keys, assume_unique=True), columns)
         rewire(weight, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)

@@ -40,6 +40,9 @@ class RigL(GradientGrowth):
         keep_lines: whether blocks grow first in rows and columns of blocks that have none, where the gradient there is
             largest, because a neuron without inputs is constant and gets no gradient again. Applies if there are enough
             blocks for one in each. True by default.
+        constant_fan_in: whether each row of blocks keeps its number of blocks: it grows as many as it loses, where its
+            own gradients are largest, as SRigL does without ablation; then `keep_lines` does not apply. False by
+            default. `bs.patterns.constant_fan_in` has equal rows.
 
     Raises:
         BlockSparseError: as for `SET`; recurrent weights; in `step`, a layer had no backward pass since the last call;
@@ -55,7 +58,8 @@ class RigL(GradientGrowth):
         >>> method.step(), layer.layout.nnz
         (True, 16)
 
-    Source: Evci, Gale, Menick, Castro, Elsen, Rigging the lottery: making all tickets winners (2020).
+    Source: Evci, Gale, Menick, Castro, Elsen, Rigging the lottery: making all tickets winners (2020); Lasby et al.,
+    Dynamic sparse training with structured sparsity (2024), for `constant_fan_in`.
     """
 
     end: int
@@ -72,10 +76,11 @@ class RigL(GradientGrowth):
         norm: str = "l2",
         seed: int = 0,
         keep_lines: bool = True,
+        constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines = keep_lines
+        self.keep_lines, self.constant_fan_in = keep_lines, constant_fan_in
         self.end = integer("end", end, 1)
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)
