@@ -185,7 +185,7 @@ def predict(arguments: argparse.Namespace, layer: LinearSpec | None, console: Co
     lines = [lines[nth] for nth in select(names, arguments.only, "--predict")]
     commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
     error = prediction.LARGEST_ERROR
-    title = f"predicted for {chip.name}: a model of one GPU that was measured, an H100, there off by {error}"
+    title = f"predicted for {chip.name}: a model fitted to an H100, off by {error} on the H100 and the H200"
     if layer:
         shape = f"{layer.out_features}x{layer.in_features}, {layer.tokens} tokens, block {layer.block}"
         title = f"{shape}, density {layer.density:g}, {layer.dtype}, {title}"

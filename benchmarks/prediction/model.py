@@ -52,8 +52,8 @@ ISSUE = 0.5
 STEP = 0.5e-6
 # Seconds of a launch in a graph, and of the first loads and last stores of a wave of programs.
 LAUNCH, WAVE = 2.3e-6, 2.0e-6
-# For titles: the largest error of the ratios over dense, against the newest measurements on an H100.
-LARGEST_ERROR = "up to 60 %"
+# For titles: the largest error of the ratios over dense, against the measurements on an H100 and an H200.
+LARGEST_ERROR = "up to 45 %"
 
 
 @dataclass(frozen=True)

@@ -208,15 +208,15 @@ def test_predictions_fit_a_narrow_terminal(script, monkeypatch, tmp_path):
     monkeypatch.setattr(model, "compiled", lambda chip, *names: asked.append(names) or every)
     monkeypatch.setattr(model, "table", lines)
     monkeypatch.setenv("COLUMNS", "80")
-    status, said, _ = script("--predict", "--gpu", "h200", "--only", "few tokens, bf16, density 0.1", "--out", tmp_path)
+    status, said, _ = script("--predict", "--gpu", "b200", "--only", "few tokens, bf16, density 0.1", "--out", tmp_path)
     assert status == 0
-    assert "predicted for H200: a model of one GPU that was measured, an H100, there off by up to 60 %" in " ".join(
+    assert "predicted for B200: a model fitted to an H100, off by up to 45 % on the H100 and the H200" in " ".join(
         said.split()
     )
     assert "few tokens, bf16, 0.1  514.7 us" in said
     assert "many" not in said
     assert "measured  " not in said
-    assert "few tokens, bf16, density 0.1 | 514.7 us" in (tmp_path / "predicted-h200.md").read_text()
+    assert "few tokens, bf16, density 0.1 | 514.7 us" in (tmp_path / "predicted-b200.md").read_text()
     assert "565.5 us" in script("--predict", "--gpu", "h100")[1]
     said = script("--predict", "--linear", "3072x768", "--tokens", "12608", "--density", "0.25", "--dtype", "float16")[
         1
