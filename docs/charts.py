@@ -140,7 +140,7 @@ class SpeedChart(Chart):
                 "float32, 32 tokens": gpu_speeds("few tokens, fp32, density"),
             }
             title = "On an H100, few tokens gain most, in float32 up to 30 times"
-            return curves(title, series, [(0.019, 7), (0.21, 4.6), (0.055, 24)], 40)
+            return curves(title, series, [(0.019, 7), (0.1, 1.8), (0.055, 24)], 40)
         series = speed_series()
         tenth = sorted(min(points.items(), key=lambda one: abs(one[0] - 0.1))[1] for points in series.values())
         title = f"At density 0.1, large layers run {tenth[0]:.1f} to {tenth[-1]:.1f} times as fast as dense ones"

@@ -11,10 +11,9 @@ A launch takes as long as its slowest part:
 
 Cache and compute overlap in part (OVERLAP). The launch and the start and end of each wave of programs are added.
 
-The model is calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of each measured forward
-product in bfloat16 and float32, and 22 % for training steps; convolutions of that time took 34 to 62 % longer than
-predicted. docs/results/gpu.md compares it with kernels measured since then. For other GPUs it presumes the same
-fractions of their nominal rates.
+The model is calibrated on one GPU, an H100, by an earlier run at commit d01ed05: within 17 % of each measured forward
+product in bfloat16 and float32, and 22 % for training steps. docs/results/gpu.md compares it with the newest runs on an
+H100 and an H200. For other GPUs it presumes the same fractions of their nominal rates.
 """
 
 from __future__ import annotations
