@@ -266,13 +266,15 @@ def test_the_recommendation():
     assert "bs.compress" not in advice(Point(0.5, 1.5, 0.995)).recommendation
 
 
-def test_many_layers_fit_into_80_columns(tmp_path):
-    names = [f"transformer.layers.{index}.mlp.up" for index in range(40)]
+@pytest.mark.parametrize("name", ["mlp.up", "attention.output.dense.projection"])
+def test_many_layers_fit_into_80_columns(tmp_path, name):
+    names = [f"transformer.layers.{index}.{name}" for index in range(40)]
     measured = advice(Point(0.5, 1.5, -3.0), layers=[(name, 0.02, 0.5) for name in names])
     lines = str(measured).splitlines()
     assert max(map(len, lines)) < 80
     assert len(lines) < 40
     assert "28 more" in str(measured)
+    assert f".11.{name}" in lines[16]
     assert "-" not in lines[2], "an agreement below 0 is shown as 0"
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "tradeoff.png")

@@ -125,13 +125,14 @@ class Tradeoff:
             yield f"Keep dense, by skip=: {_listed(names)}. Little time, and a large loss when pruned."
 
     def table(self) -> str:
-        """Return densities, layers and the recommendation as text of at most 80 columns, unless names are long."""
+        """Return densities, layers and the recommendation as text; its tables have at most 80 columns."""
         shown = self.layers[:MAX_LAYERS]
-        width = max([len(layer.name) for layer in shown] + [8])
+        names = [_shortened(layer.name, COLUMNS - 40) for layer in shown]
+        width = max([*map(len, names), 8])
         head = f"{'layer':<{width}}{'parameters':>13}{'time':>8}{'agreement at 0.25':>19}"
         rows = [
-            f"{layer.name:<{width}}{layer.parameters:>13,}{layer.time:>8.1%}{max(0.0, layer.agreement):>19.1%}"
-            for layer in shown
+            f"{name:<{width}}{layer.parameters:>13,}{layer.time:>8.1%}{max(0.0, layer.agreement):>19.1%}"
+            for name, layer in zip(names, shown, strict=True)
         ]
         if others := self.layers[MAX_LAYERS:]:
             numbers = f"{sum(layer.parameters for layer in others):>13,}{sum(layer.time for layer in others):>8.1%}"
@@ -160,9 +161,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + others
 
 
-def _shortened(name: str) -> str:
+def _shortened(name: str, length: int = MAX_NAME) -> str:
     """Return the end of a long name."""
-    return name if len(name) <= MAX_NAME else f"...{name[-MAX_NAME + 3 :]}"
+    return name if len(name) <= length else f"...{name[3 - length :]}"
 
 
 @torch.no_grad()

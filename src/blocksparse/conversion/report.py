@@ -96,9 +96,9 @@ class Report:
         content = asdict(self)
         return {**content, "rows": [asdict(row) for row in self.rows], "totals": self.totals}
 
-    def table(self, width: int = 100) -> str:
+    def table(self, width: int = 80) -> str:
         """Return the report as text, `width` columns wide unless the figures alone need more."""
-        head = ("weight", "shape", "density", "blocks", "parameters", "memory", "FLOPs", "speed-up")
+        head = ("weight", "shape", "density", "blocks", "params", "memory", "FLOPs", "speed-up")
         body = [
             (
                 row.name,
@@ -113,7 +113,7 @@ class Report:
             for row in self.rows
         ]
         foot = []
-        for title, which in (("the model", ""), ("if it were dense", "dense_")):
+        for title, which in (("the model", ""), ("if dense", "dense_")):
             parameters, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
             whole = "" if which else _ratio(self.speed_up)
             foot.append((title, "", "", "", _count(parameters), _bytes(size), _count(work), whole))
