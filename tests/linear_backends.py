@@ -41,6 +41,8 @@ if triton_runtime.unavailable() is None:
 FAST = [backend for backend in BACKENDS if not (backend.startswith("triton") and triton_runtime.interpreting())]
 SLOW = [backend for backend in BACKENDS if backend not in FAST]
 CPU = [backend for backend in FAST if backend.startswith("cpu")]
+# The sets that emulate products of bfloat16 pairs, which take all other kernels from AVX-512.
+EMULATED_PAIRS = {"cpu-avx512_bf16_emulated", "cpu-amx_emulated"} & {*CPU}
 # On a GPU sizes are free and each kernel that differs is compiled for a second: it gets fewer shapes of blocks.
 GPU = [backend for backend in FAST if backend.startswith("triton")]
 # Code above the kernels is tested with one backend of each kind.
@@ -50,7 +52,7 @@ MAIN = [backend for backend in BACKENDS if backend in ("reference", f"cpu-{ISA}"
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(BOUNDS)
 
-# Each backend in the dtypes for which it has code of its own: the emulated sets differ from those that they emulate in
+# Each backend in the dtypes for which it has code of its own: the sets that emulate pairs differ from AVX-512 in
 # products of bfloat16 alone. In the interpreter each way of cutting meets one way of summing. Where a CPU has
 # better kernels than the portable ones, these, which are one template, meet two dtypes. The others are `full`.
 INTERPRETED = {
@@ -72,7 +74,7 @@ def cases(backends: list[str] = BACKENDS, dtypes: Sequence[torch.dtype] = DTYPES
         if backend == "cpu-portable" and ISA != "portable":
             own = (torch.float32, torch.bfloat16)
         for dtype in dtypes:
-            if "emulated" not in backend or dtype == torch.bfloat16:
+            if backend not in EMULATED_PAIRS or dtype == torch.bfloat16:
                 marks = () if dtype in own else pytest.mark.full
                 found.append(pytest.param(backend, dtype, id=f"{backend}-{name_of(dtype)}", marks=marks))
     return found

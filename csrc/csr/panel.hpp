@@ -31,7 +31,7 @@ BLOCKSPARSE_INLINE V read(const T* from) {
 // Keep a value in a register; the compiler would load it again for each instruction.
 template <class V>
 BLOCKSPARSE_INLINE V kept(V v) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(BLOCKSPARSE_EMULATED_VECTORS)
   asm("" : "+v"(v));
 #elif defined(__aarch64__)
   asm("" : "+w"(v));

@@ -35,9 +35,16 @@ BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
   return sum + bits<Sums>(even) + bits<Sums>(odd);
 #elif defined(__AVX2__)
-  const __m256i a = bits<__m256i>(x), b = bits<__m256i>(w), low = _mm256_set1_epi16(255);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  struct Parts {
+    __m256i part[kVectorBytes / 32];
+  };
+  const Parts a = bits<Parts>(x), b = bits<Parts>(w);
+  Parts even, odd;
+  for (int i = 0; i < kVectorBytes / 32; ++i) {
+    const __m256i low = _mm256_and_si256(a.part[i], _mm256_set1_epi16(255));
+    even.part[i] = _mm256_madd_epi16(low, _mm256_srai_epi16(_mm256_slli_epi16(b.part[i], 8), 8));
+    odd.part[i] = _mm256_madd_epi16(_mm256_srli_epi16(a.part[i], 8), _mm256_srai_epi16(b.part[i], 8));
+  }
   return sum + bits<Sums>(even) + bits<Sums>(odd);
 #else
 #pragma GCC unroll 4

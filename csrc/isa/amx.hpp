@@ -49,8 +49,9 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
     Vector<float> lower = {}, upper = {};
     for (int k = 0; k < a.columns; ++k) {
       const Vector<uint32_t> left = broadcast(a.unit[m][k]), right = load(b.unit[k]);
-      lower = _mm512_fmadd_ps(bits<__m512>(left << 16), bits<__m512>(right << 16), lower);
-      upper = _mm512_fmadd_ps(bits<__m512>(left & 0xffff0000u), bits<__m512>(right & 0xffff0000u), upper);
+      lower = fused_multiply_add(bits<Vector<float>>(left << 16), bits<Vector<float>>(right << 16), lower);
+      upper =
+          fused_multiply_add(bits<Vector<float>>(left & 0xffff0000u), bits<Vector<float>>(right & 0xffff0000u), upper);
     }
     const Vector<float> sum = bits<Vector<float>>(load(c.unit[m])) + (lower + upper);
     store(c.unit[m], bits<Vector<uint32_t>>(sum));

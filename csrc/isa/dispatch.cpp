@@ -20,7 +20,11 @@ const InstructionSet kInstructionSets[] = {
 #if defined(BLOCKSPARSE_HAS_avx2)
     {"avx2", has<&CpuFeatures::avx2>, false, 1},
 #endif
-#if defined(BLOCKSPARSE_HAS_avx512)
+#if defined(BLOCKSPARSE_EMULATED_VECTORS)
+    {"avx512_emulated", has<&CpuFeatures::avx2>, true, 2},
+    {"avx512_bf16_emulated", has<&CpuFeatures::avx2>, true, 5},
+    {"amx_emulated", has<&CpuFeatures::avx2>, true, 6},
+#elif defined(BLOCKSPARSE_HAS_avx512)
     {"avx512", has<&CpuFeatures::avx512>, false, 2},
 #endif
 #if defined(BLOCKSPARSE_HAS_avx512_bf16)
@@ -29,7 +33,7 @@ const InstructionSet kInstructionSets[] = {
 #if defined(BLOCKSPARSE_HAS_amx)
     {"amx", has<&CpuFeatures::amx_bf16>, false, 4},
 #endif
-#if defined(BLOCKSPARSE_HAS_amx_emulated)
+#if defined(BLOCKSPARSE_HAS_amx_emulated) && !defined(BLOCKSPARSE_EMULATED_VECTORS)
     {"avx512_bf16_emulated", has<&CpuFeatures::avx512>, true, 5},
     {"amx_emulated", has<&CpuFeatures::avx512>, true, 6},
 #endif

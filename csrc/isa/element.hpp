@@ -85,7 +85,12 @@ struct Float16Bits {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    Vector<float> v;
+    for (int i = 0; i < kLanes<float>; i += 8) {
+      const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+      memcpy(reinterpret_cast<char*>(&v) + i * sizeof(float), &eight, sizeof eight);
+    }
+    return v;
 #else
     Vector<float> v;
     for (int i = 0; i < kLanes<float>; ++i) v[i] = widen(from[i]);
@@ -96,7 +101,11 @@ struct Float16Bits {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    for (int i = 0; i < kLanes<float>; i += 8) {
+      __m256 eight;
+      memcpy(&eight, reinterpret_cast<const char*>(&v) + i * sizeof(float), sizeof eight);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+    }
 #else
     for (int i = 0; i < kLanes<float>; ++i) to[i] = narrow(float(v[i]));
 #endif
@@ -135,9 +144,9 @@ using Float16 = Widened<Float16Bits>;
 // The instruction always flushes subnormal numbers to 0; here the thread's mode decides (FlushSubnormals).
 BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<uint32_t> b, Vector<float> sum) {
 #if defined(BLOCKSPARSE_EMULATED_PAIRS)
-  const Vector<float> upper =
-      _mm512_fmadd_ps(bits<__m512>(a & 0xffff0000u), bits<__m512>(b & 0xffff0000u), bits<__m512>(sum));
-  return _mm512_fmadd_ps(bits<__m512>(a << 16), bits<__m512>(b << 16), upper);
+  using Floats = Vector<float>;
+  const Floats upper = fused_multiply_add(bits<Floats>(a & 0xffff0000u), bits<Floats>(b & 0xffff0000u), sum);
+  return fused_multiply_add(bits<Floats>(a << 16), bits<Floats>(b << 16), upper);
 #else
   return _mm512_dpbf16_ps(sum, bits<__m512bh>(a), bits<__m512bh>(b));
 #endif

@@ -20,7 +20,8 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-#if defined(__AVX512F__)
+// Vectors of AVX-512 can be emulated, so that any AVX2 CPU tests the kernels: the compiler splits each into halves.
+#if defined(__AVX512F__) || defined(BLOCKSPARSE_EMULATED_VECTORS)
 constexpr int kVectorBytes = 64;
 constexpr int kTileRows = 8;  // of 32 registers: 8 x 3 sums, 3 inputs, the weight
 #elif defined(__AVX2__)
@@ -77,6 +78,22 @@ BLOCKSPARSE_INLINE void stream(void* to, V v) {
   memcpy(to, &v, sizeof v);
 #endif
 }
+
+// Return a * b + c, rounded once.
+#if defined(__AVX512F__) || defined(BLOCKSPARSE_EMULATED_VECTORS)
+BLOCKSPARSE_INLINE Vector<float> fused_multiply_add(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  struct Halves {
+    __m256 half[2];
+  };
+  const Halves x = bits<Halves>(a), y = bits<Halves>(b), z = bits<Halves>(c);
+  return bits<Vector<float>>(
+      Halves{{_mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]), _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1])}});
+#endif
+}
+#endif
 
 template <class V, size_t... I>
 BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequence<I...>) {

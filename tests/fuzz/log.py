@@ -88,7 +88,16 @@ def summary(file: Path) -> str:
 
 
 def _order(isas: list[str]) -> list[str]:
-    known = ["portable", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated", "amx", "amx_emulated"]
+    known = [
+        "portable",
+        "avx2",
+        "avx512",
+        "avx512_emulated",
+        "avx512_bf16",
+        "avx512_bf16_emulated",
+        "amx",
+        "amx_emulated",
+    ]
     return [isa for isa in known if isa in isas] + [isa for isa in isas if isa not in known]
 
 

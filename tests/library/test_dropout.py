@@ -8,11 +8,11 @@ import torch
 
 from blocksparse.ops import dropout
 from blocksparse.ops.dropout.reference import PART, drawn
-from linear_backends import CPU, DTYPES, assert_same_bits, running
+from linear_backends import CPU, DTYPES, EMULATED_PAIRS, assert_same_bits, running
 
 # The sets with pairs of bfloat16 have the kernels of the one below them.
 on_every_backend = pytest.mark.parametrize(
-    "backend", ["reference", *(backend for backend in CPU if "emulated" not in backend)]
+    "backend", ["reference", *(backend for backend in CPU if backend not in EMULATED_PAIRS)]
 )
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 

@@ -17,6 +17,7 @@ from blocksparse.ops.linear import cpu
 from linear_backends import (
     ACTIVATIONS,
     CPU,
+    EMULATED_PAIRS,
     assert_close,
     assert_same_bits,
     bound,
@@ -30,7 +31,7 @@ from strategies import layouts
 from test_linear import STRIDES, check_products, strided
 
 # The sets with pairs of bfloat16 have the kernels of the one below them.
-ISAS = [backend for backend in CPU if "emulated" not in backend]
+ISAS = [backend for backend in CPU if backend not in EMULATED_PAIRS]
 on_every_isa = pytest.mark.parametrize("backend", ISAS)
 on_every_isa_in_every_dtype = pytest.mark.parametrize(("backend", "dtype"), cases(ISAS))
 
