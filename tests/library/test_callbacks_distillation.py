@@ -121,3 +121,14 @@ def test_label_smoothing_and_distillation_are_refused():
     settings = SimpleNamespace(label_smoothing_factor=0.1)
     with pytest.raises(bs.BlockSparseError, match="label_smoothing_factor"):
         DistillationCallback(Teacher()).on_train_begin(settings, None, None, model=Net(True))
+
+
+@pytest.mark.parametrize("kind", ["same", "nan"])
+def test_teachers_that_cannot_teach_are_refused(kind, loop):
+    model = Net(True)
+    teacher = model if kind == "same" else Teacher()
+    if kind == "nan":
+        next(teacher.parameters()).data.fill_(torch.nan)
+    expected = "it is the model that is trained" if kind == "same" else "teacher: expected finite outputs"
+    with pytest.raises(bs.BlockSparseError, match=expected):
+        loop.run(model, distillation_callback(loop, teacher))

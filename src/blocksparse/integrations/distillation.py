@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import number
+from ..errors import BlockSparseError
 from ..sparsity.distillation import Distillation
-from ..surgery.model_tools import parameter_device
+from ..surgery.model_tools import parameter_device, unwrapped_model
 
 # Arguments of a call that only the student's own loss needs.
 LABELS = ("labels", "num_items_in_batch")
@@ -34,15 +35,22 @@ class Distiller:
     def begin(self, student: nn.Module, on_loss: Any) -> None:
         """Call `on_loss` with the weighted loss, the output and the keyword arguments of each call in training."""
         self.end()
+        if unwrapped_model(student) is unwrapped_model(self.teacher, "teacher"):
+            raise BlockSparseError("teacher: it is the model that is trained: pass a copy.deepcopy of the dense model.")
         self.teacher.to(parameter_device(student))
         distillation = Distillation(self.teacher, student, **self.options)
         finish = self._stack.enter_context(distillation.recording())
+        is_checked = False
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal is_checked
             if not module.training or not torch.is_grad_enabled():
                 return
             inputs = {name: value for name, value in kwargs.items() if name not in LABELS}
             targets = distillation.run_teacher(*args, **inputs)
+            if not is_checked and not all(bool(each.isfinite().all()) for each in targets.tensors.values()):
+                raise BlockSparseError.expected("teacher", "finite outputs", "inf or nan among them")
+            is_checked = True
             on_loss(self.weight * distillation.loss(finish(output), targets), output, kwargs)
 
         self._stack.callback(student.register_forward_hook(hook, with_kwargs=True).remove)
