@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import blocksparse as bs
 import command
@@ -101,3 +102,51 @@ def test_mistakes_end_in_one_line(tmp_path, book):
     assert "minutes and steps" in error(tmp_path / "run", *source, "--minutes", 1)
     assert "skip" in error(tmp_path / "run", *source, "--skip", "nothing")
     assert "out: expected another folder" in command.error("compress", tmp_path / "run", "--out", tmp_path / "run")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "bert"])
+def folder(request, tmp_path_factory, book):
+    """A folder of transformers with a tokenizer of single bytes."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    out = tmp_path_factory.mktemp(request.param)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(out)
+    torch.manual_seed(0)
+    if request.param == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **sizes))
+    else:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=256, max_position_embeddings=32, **sizes))
+    model.save_pretrained(out)
+    return out
+
+
+def test_a_folder_of_transformers_becomes_a_block_sparse_one(folder, tmp_path, book):
+    import transformers
+
+    shown = command.run("compress", folder, "--out", tmp_path / "new", "--data", book, *OPTIONS).stdout
+    assert ("nats per token" if "gpt2" in folder.name else "agreement with the dense model dense") in shown
+    assert (tmp_path / "new" / "tokenizer.json").is_file()
+    model = transformers.AutoModel.from_pretrained(tmp_path / "new")
+    assert any(isinstance(module, BlockSparseModule) for module in model.modules())
+    curve = json.loads((tmp_path / "new" / "curve.json").read_text())["curve"]
+    assert curve[-1]["density"] == pytest.approx(0.6, abs=0.06)
+
+
+def test_a_folder_needs_a_text_and_a_tokenizer(folder, tmp_path, book):
+    bare, short = tmp_path / "bare", tmp_path / "short.txt"
+    short.write_text("short")
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((folder / name).read_bytes())
+    for source, data, message in (
+        (folder, [], "--data FILE, a text"),
+        (folder, ["--data", short], "a text of 568 tokens or more"),
+        (bare, ["--data", book], "the tokenizer of the model"),
+    ):
+        shown = command.error("compress", source, "--out", tmp_path / "new", *data, *OPTIONS)
+        assert message in shown

@@ -29,24 +29,21 @@ TEXT_BATCHES = 512
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's model and its task.
+    """A trained model, its data and its held-out figure.
 
     Args:
         model: the model, in evaluation mode, as `compress` sees it: a batch's inputs to scores of classes.
-        task: the run's data and its held-out figure.
-        kind: how the checkpoint names the model.
-        batches: returns batches of inputs and labels to train on.
+        unit: the unit of the held-out figure.
+        held_out: returns the held-out figure of a model.
+        batches: returns batches to train on.
+        save: writes a compressed model into a folder, and returns the names of the files.
     """
 
     model: nn.Module
-    task: Task
-    kind: dict[str, Any]
-    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-
-    def held_out(self, model: nn.Module) -> float:
-        """Return the held-out figure of a model, in the unit of the run."""
-        with torch.no_grad():
-            return self.task.evaluate(_inner(model))
+    unit: str
+    held_out: Callable[[nn.Module], float]
+    batches: Callable[[], Iterator[Any]]
+    save: Callable[[nn.Module, Path], list[str]]
 
 
 class NextByte(nn.Module):
@@ -88,10 +85,13 @@ def open_run(run: str | Path, data: str | Path | None = None, data_dir: str | Pa
     raise BlockSparseError.expected("run", "a run of blocksparse train charlm, gpt, resnet or mlp", kind)
 
 
-def compress(run: TrainedRun, out: str | Path, skip: Sequence[str] = (), **options: Any) -> CompressionResult:
-    """Compress a run's model into a folder: a checkpoint, `curve.json`, and a picture if matplotlib is installed.
+def compress(
+    run: TrainedRun, out: str | Path, skip: Sequence[str] = (), **options: Any
+) -> tuple[CompressionResult, list[str]]:
+    """Compress a run's model into a folder: its files, `curve.json`, and a picture if matplotlib is installed.
 
-    The options are those of `blocksparse.compress`. The same call resumes an interrupted one.
+    Return the result and the names of the model's files. The options are those of `blocksparse.compress`. The same call
+    resumes an interrupted one.
     """
     out = Path(out)
     prefix = "model." * isinstance(run.model, NextByte)
@@ -99,9 +99,24 @@ def compress(run: TrainedRun, out: str | Path, skip: Sequence[str] = (), **optio
     result = compression.compress(run.model, run.batches(), folder=out, skip=skip, **options)
     if find_spec("matplotlib") is not None:
         result.plot(out / PICTURE)
-    tensors = {f"model.{name}": tensor for name, tensor in _inner(result.model).state_dict().items()}
-    checkpoint.save(out / CHECKPOINT, tensors, {"task": run.kind, "sparsified": True})
-    return result
+    return result, run.save(result.model, out)
+
+
+def _trained_run(
+    model: nn.Module, task: Task, kind: dict[str, Any], batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+) -> TrainedRun:
+    """Return a run of `blocksparse train`, whose checkpoint names the model's kind."""
+
+    @torch.no_grad()
+    def held_out(model: nn.Module) -> float:
+        return task.evaluate(_inner(model))
+
+    def save(model: nn.Module, out: Path) -> list[str]:
+        tensors = {f"model.{name}": tensor for name, tensor in _inner(model).state_dict().items()}
+        checkpoint.save(out / CHECKPOINT, tensors, {"task": kind, "sparsified": True})
+        return [CHECKPOINT]
+
+    return TrainedRun(model, task.unit, held_out, batches, save)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -132,7 +147,7 @@ def _text_run(run: Path, about: dict[str, Any], data: Any, data_dir: str | Path 
             yield chunk[:-1], chunk[1:]
 
     kind = {"kind": about["kind"], "model": asdict(model.config)}
-    return TrainedRun(NextByte(model).eval(), task, kind, batches)
+    return _trained_run(NextByte(model).eval(), task, kind, batches)
 
 
 def _read_text(data: Any, data_dir: str | Path | None) -> bytes:
@@ -161,7 +176,7 @@ def _rows_run(run: Path, about: dict[str, Any], data: Any, data_dir: str | Path 
         raise BlockSparseError.expected("run", "a run of blocksparse train charlm, gpt, resnet or mlp", "another one")
     if task.about()["data"] != about.get("data"):
         raise _other_data(name, about.get("data"), task.about()["data"])
-    return TrainedRun(
+    return _trained_run(
         model, task, {"kind": about["kind"], "model": config}, lambda: map(task.take, range(task.steps_per_epoch))
     )
 
