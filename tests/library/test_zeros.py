@@ -35,6 +35,13 @@ def test_sparsify_keeps_nonzero_values():
     assert optimizer.param_groups[0]["params"][0] is trained.values
 
 
+def test_blocks_at_the_border_count_their_indices():
+    layer = nn.Linear(33, 65)
+    with torch.no_grad():
+        layer.weight[:, 8:] = 0
+    assert bs.sparsify(layer, keep="nonzero", force=True).layout.block_shape == (4, 4)  # not single weights
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

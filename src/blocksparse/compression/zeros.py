@@ -37,7 +37,7 @@ def from_zeros(
             `inplace`.
         block_size: an int or (rows, columns), or a list of ints to choose from; 32, 16, 8, 4 and 1 by default.
         skip: modules, names or shell patterns of weights that stay dense.
-        force: whether to take, without timing, the size that stores the fewest parameters, and large blocks if equal.
+        force: whether to take, without timing, the size that takes the least memory, indices included.
         tokens: rows of the inputs to time with, 64 by default.
         example: inputs of the model to time with instead, as for `sparsify`.
         checkpoint: a state dict, a .safetensors, .pt or .bin file, or a folder of transformers, to load into the

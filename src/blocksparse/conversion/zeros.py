@@ -29,8 +29,7 @@ def layouts_of_zeros(
     Args:
         weights: the dense weights by name.
         sizes: the block sizes to choose from.
-        speed: to choose the fastest size of each weight, or None to choose the one that stores the fewest parameters,
-            and large blocks if equal.
+        speed: to choose the fastest size of each weight, or None to choose the one that takes the least memory.
         name: the function that the warning is about.
         stacklevel: the frames between the user's call and this one.
     """
@@ -53,7 +52,7 @@ def layouts_of_zeros(
                 else f"{zeros:.0%} of its values are 0, but no whole block is"
             )
         elif speed is None:
-            layouts[weight.name] = min(options, key=lambda option: option[1].nnz * option[0].blocks.size)[1]
+            layouts[weight.name] = min(options, key=lambda option: _bytes_of(*option))[1]
         else:
             ups = [speed.of_weights([option]) for option in options]
             best = max(range(len(options)), key=ups.__getitem__)
@@ -78,6 +77,11 @@ def checked_sizes(sizes: BlockSizes) -> list[tuple[int, int]]:
     if not checked:
         raise BlockSparseError.expected("block_size", "a size or more", "none")
     return checked
+
+
+def _bytes_of(weight: Prunable, layout: BlockLayout) -> int:
+    """Return the memory of a weight's blocks and of their column indices."""
+    return layout.nnz * (weight.blocks.size * weight.tensor.element_size() + 4)
 
 
 def _layout(weight: Prunable, size: tuple[int, int]) -> tuple[Prunable, BlockLayout]:
