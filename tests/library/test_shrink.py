@@ -409,6 +409,14 @@ def test_dtypes_stay(dtype):
     assert small[0].out_features < 24
 
 
+def test_inference_mode_changes_nothing():
+    model, x = prune_units(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))), torch.randn(3, 16)
+    with torch.inference_mode():
+        small = bs.shrink(model, torch.randn(3, 16))
+    assert small[0].out_features == bs.shrink(model, x)[0].out_features < 24
+    small(x).sum().backward()
+
+
 def test_modes_and_frozen_weights_stay():
     model = prune_units(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 2)))
     model.train()
@@ -431,9 +439,10 @@ def test_a_full_model_stays_as_it_is():
     [
         (lambda: bs.shrink("net"), "model: expected a torch.nn.Module, got str"),
         (lambda: bs.shrink(nn.Linear(4, 4), torch.randn(2, 5)), "example: expected inputs that the model accepts"),
+        (lambda: bs.shrink(nn.LazyLinear(3), torch.randn(2, 5)), "not initialized yet: call the model once first"),
         (lambda: bs.shrink(bs.quantize(bs.nn.Linear(16, 16, density=0.5, block_size=8))), "8 bits cannot be shrunk"),
     ],
-    ids=["no-module", "size", "8-bits"],
+    ids=["no-module", "size", "lazy", "8-bits"],
 )
 def test_bad_arguments(call, message):
     with pytest.raises(bs.BlockSparseError, match=message):

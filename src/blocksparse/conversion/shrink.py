@@ -19,15 +19,15 @@ from ..surgery.connections import FeatureGroup, Port, trace_features
 from ..surgery.example_inputs import find_inputs
 from ..surgery.feature_trace import RETURNED, FeatureTrace
 from ..surgery.layer_rules import adds_constants
-from ..surgery.model_tools import copy_model, evaluation_mode
+from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments
 from ..surgery.prunable import CONV1D, CONVOLUTIONS, TRANSPOSED, own_forward, qualified
 from .densify import densify
-from .speed import call_arguments
 
 # Relative difference of outputs that rounding of folded biases may cause, in units of the weights' precision.
 TOLERANCE = 1e3
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     """Return a smaller dense model with equal outputs, without the units that pruning left without a function.
@@ -75,9 +75,11 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
         raise BlockSparseError(
             f"model: layers in 8 bits cannot be shrunk ({', '.join(quantized[:3])}): shrink before blocksparse.quantize"
         )
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise BlockSparseError("model: some parameters are not initialized yet: call the model once first.")
     dense = densify(model)
     with evaluation_mode(dense):
-        args, kwargs = call_arguments(find_inputs(dense) if example is None else example)
+        args, kwargs = split_arguments(find_inputs(dense) if example is None else example)
         before, tolerance = _run(dense, args, kwargs)
         while _remove_units(*(traced := trace_features(dense, args, kwargs, for_removal=True))):
             pass
