@@ -19,14 +19,14 @@ from torch.nn.utils.rnn import PackedSequence
 from ..checked import number
 from ..conversion.selection import Plan, ScoredSelection
 from ..conversion.sparsify import Survey, no_weights_error, select_blocks, sparsify, survey_weights
-from ..conversion.speed import Example, call_arguments, keep_faster
+from ..conversion.speed import Example, keep_faster
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
 from ..sparsity.calibration.calibrate import Batches, batch_error, progress, values_of
 from ..sparsity.distillation import Distillation, Targets, agreement
 from ..sparsity.selection import check_density, dense_norms, top_blocks
 from ..surgery.blocks import mask_blocks_
-from ..surgery.model_tools import copy_model, evaluation_mode, unwrapped_model
+from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments, unwrapped_model
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
@@ -386,7 +386,7 @@ class _Agreement:
 
 def _time_shares(model: nn.Module, example: Example, modules: list[nn.Module]) -> dict[nn.Module, float]:
     """Return each module's fraction of the time of a model call on the example: the median of five calls."""
-    args, kwargs = call_arguments(example)
+    args, kwargs = split_arguments(example)
     try:
         with evaluation_mode(model):
             model(*args, **kwargs)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ..checked import integer
 from ..errors import BlockSparseError
@@ -24,7 +23,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
-from ..surgery.model_tools import copy_model, parameter_device
+from ..surgery.model_tools import copy_model, parameter_device, split_arguments
 from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
@@ -127,7 +126,7 @@ class Speed:
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
         self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
-        self._arguments = call_arguments(example)
+        self._arguments = split_arguments(example)
         self._model = None if example is None else share_parameters(model).eval()
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
@@ -215,14 +214,6 @@ class Speed:
                 self.is_busy |= spread.high > BUSY_SPREAD * spread.low
             ratios.append(ratio)
         return min(ratios)
-
-
-def call_arguments(example: Example | None) -> Arguments:
-    """Return an example as positional and keyword arguments."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    is_sequence = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)
-    return (tuple(example) if is_sequence else (example,)), {}  # type: ignore[arg-type]
 
 
 def checked_tokens(tokens: Any) -> int:

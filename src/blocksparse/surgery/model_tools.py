@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
 from .references import HOOKS_OF_TENSORS, shared_with_copies
@@ -72,6 +73,14 @@ def unwrapped_model(model: Any, argument: str = "model") -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
     return model
+
+
+def split_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments in an example: a tensor, a tuple or list of arguments, or a dict."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    is_sequence = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)
+    return tuple(example) if is_sequence else (example,), {}
 
 
 @contextmanager
