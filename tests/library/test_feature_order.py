@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.compression import measures
+from blocksparse.sparsity import feature_order
 from blocksparse.surgery.prunable import prunable
 
 
@@ -112,8 +112,8 @@ def test_models_that_cannot_be_reordered_stay_as_they_are(monkeypatch):
     def refuse(*args, **kwargs):
         raise bs.BlockSparseError("its outputs change")
 
-    monkeypatch.setattr(measures, "permute_features", refuse)
-    assert measures.reorder_features(model, x, 0.25, 16, ()) is model
+    monkeypatch.setattr(feature_order, "permute_features", refuse)
+    assert feature_order.reorder_features(model, x, 0.25, 16, ()) is model
 
 
 def test_bad_input():
@@ -129,6 +129,8 @@ def test_bad_input():
             return self.last(hidden), torch.from_dlpack(torch.utils.dlpack.to_dlpack(hidden.detach()))
 
     model, x = CASES["mlp"][0](), torch.randn(4, 64)
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch\.nn\.Module, got str"):
+        bs.sparsity.permute_features("model", x)
     with pytest.raises(bs.BlockSparseError, match="density: expected a number"):
         bs.sparsity.permute_features(model, x, 2)
     with pytest.raises(bs.BlockSparseError, match="on which 0 fails"):

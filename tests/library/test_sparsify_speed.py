@@ -284,16 +284,25 @@ def test_an_undecided_timing_is_repeated_with_the_shortest_times(monkeypatch):
 def test_blocks_larger_than_the_weight_are_reported():
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
     with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters, 160 when dense"):
-        bs.sparsify(model, 0.25, force=True)
+        sparse = bs.sparsify(model, 0.25, force=True)
+    assert isinstance(sparse["conv"], nn.Conv1d)
+    assert isinstance(sparse["linear"], bs.nn.Linear)
+    with pytest.warns(bs.SparsityWarning, match="stores 5,120 parameters, 320 when dense: use"):
+        assert isinstance(bs.sparsify(nn.Conv1d(1, 64, 5), 0.5, force=True), bs.nn.Conv1d)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_first_convolution_that_padding_slows_down_is_named():
+def test_a_first_convolution_that_padding_slows_down_stays_dense():
     layers = nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 128, 3) for _ in range(4)), nn.Linear(100, 32)
     model = nn.ModuleList(layers)
     with pytest.warns(
-        bs.SparsityWarning, match=r"^sparsify: the blocks .*\n  0.weight: stores 9,216 .* 1,728 when"
+        bs.SparsityWarning, match=r"^sparsify: some .*\n  0.weight: stores 9,216 .* 1,728 when dense, so it stays dense"
     ) as caught:
-        bs.sparsify(model, 0.5, scope="layer", force=True)
+        sparse = bs.sparsify(model, 0.5, scope="layer", force=True)
+    assert type(sparse[0]) is nn.Conv2d
+    assert isinstance(sparse[1], bs.nn.Conv2d)
+    with pytest.warns(bs.SparsityWarning, match=r"0.weight: stores 9,216 .* when dense: use"):
+        named = bs.sparsify(model, {"0.weight": 0.5, "1.weight": 0.5}, force=True)
+    assert isinstance(named[0], bs.nn.Conv2d)
     assert str(caught[0].message).count("when dense") == 1
     bs.sparsify(model, 0.5, scope="layer", force=True, skip="0")

@@ -14,10 +14,11 @@ from ..errors import BlockSparseError
 from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
+from ..sparsity.feature_order import reorder_features
 from ..surgery.model_tools import copy_model, unwrapped_model
 from ..surgery.prunable import Skip, skip_by_name
 from .batches import BatchReader, Data, Loss
-from .measures import first_example, reorder_features
+from .measures import first_example
 from .result import CompressionResult
 from .stages import CompressionRun, Evaluate
 from .training import Budget, Training

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.speed import Example, call_arguments, clock_of
-from ..errors import BlockSparseError
+from ..conversion.speed import Example, clock_of
 from ..measure import alternate
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.inputs import by_called_module, products
-from ..sparsity.feature_order import permute_features
-from ..surgery.model_tools import evaluation_mode, parameter_device
-from ..surgery.prunable import Prunable, Skip
+from ..surgery.model_tools import evaluation_mode, parameter_device, split_arguments
+from ..surgery.prunable import Prunable
 from .batches import BatchReader, Data
 
 # Seconds of a timing.
@@ -67,19 +65,8 @@ def density_of(model: nn.Module, without: Collection[str] = ()) -> float:
 @torch.no_grad()
 def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
     """Return dense time / block-sparse time of a call on the example, in evaluation mode."""
-    args, kwargs = call_arguments(example)
+    args, kwargs = split_arguments(example)
     clock = clock_of(parameter_device(sparse))
     with evaluation_mode(sparse), evaluation_mode(dense):
         calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
         return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median
-
-
-def reorder_features(
-    model: nn.Module, example: Example, density: float, block_size: int | tuple[int, int], skip: Skip
-) -> nn.Module:
-    """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
-    args, kwargs = call_arguments(example)
-    try:
-        return permute_features(model, kwargs or args, density, block_size, skip=skip)
-    except BlockSparseError:  # its outputs would change
-        return model

@@ -256,11 +256,12 @@ class CompressionRun:
         results = []
         with _without_warnings():
             for batches in [self.calibration, None] if self.calibration else [None]:
-                if plan is not None and batches is self.calibration:
-                    fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
-                    student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
-                else:
-                    student = sparsify(dense_student, density, self.block_size, skip=skip, data=batches, force=True)
+                if plan is None or batches is not self.calibration:
+                    candidates = survey_weights(dense_student, self.block_size, skip)
+                    options = (density, None, "careful", None, batches)
+                    plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
+                fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
+                student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))
         best, self.training.student = min(results, key=lambda result: result[0][0])

@@ -18,10 +18,11 @@ from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import energy_shares
 from ..sparsity.calibration.calibrate import Batches, collect_batches
 from ..sparsity.calibration.reconstruction import fit
+from ..sparsity.feature_order import reorder_features
 from ..surgery.carry import record_reason
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
-from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, survey
+from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
 from .sparser import dense_name, drop_blocks, stored_weights
@@ -74,7 +75,7 @@ def sparsify(
         block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
         keep: "nonzero" if the weights were pruned: blocks with a nonzero value are kept, instead of densities and
             scores, and outputs stay equal. `block_size` may then be a list to choose from (default 32, 16, 8, 4, 1):
-            each weight gets the fastest size or, with `force`, the one that stores the fewest parameters.
+            each weight gets the fastest size or, with `force`, the one that takes the least memory.
         criterion: the score of a block.
             "lamp" (default without data): its squared norm / the sum over all blocks of the weight whose squared norm
             is no smaller.
@@ -93,7 +94,8 @@ def sparsify(
             "erk": densities by `sparsity.erk`.
         skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
-        force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
+        force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning. A
+            layer that padding would make larger stays dense, such as a first convolution of 3 channels.
         tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
@@ -101,7 +103,9 @@ def sparsify(
         data: a few hundred samples in batches, a DataLoader say. Weights, biases and batch-norm statistics are then
             fitted to the dense model's outputs, as by `sparsity.reconstruct`. The criterion (by default the share in a
             layer's outputs) then decides how many blocks a weight keeps, and `reconstruct` decides which. With
-            `layouts`, only values are fitted.
+            `layouts`, only values are fitted. Hidden features are first reordered where that leaves the outputs as they
+            are, as by `sparsity.permute_features`, unless there are `layouts`, given scores, densities by name or an
+            optimizer that has taken a step.
         inplace: whether to change the model itself instead of a copy.
         optimizer: with `inplace`, the optimizer that trains the model. It continues with the new parameters, and keeps
             its state.
@@ -152,11 +156,18 @@ def sparsify(
     if inplace and data is not None:
         _check_writable(model)
     batches = None if data is None else collect_batches(data, "data")
+    original, is_scored = model, layouts is None and isinstance(criterion, str | None)
+    if batches and is_scored and not isinstance(density, Mapping) and not (optimizer and optimizer.state):
+        skip = skip_by_name(model, skip)
+        model = reorder_features(model, batches[0], density, block, skip)
+        candidates = survey_weights(model, block, skip)
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
     if not force:
         plan = keep_faster(model, plan, example, tokens)
-    fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
-    model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
+    elif layouts is None and not isinstance(density, Mapping):
+        plan = _leave_padded_dense(plan)
+    fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace, jointly=True)
+    model = replace_weights(original, fitted, plan, optimizer if inplace else None, inplace=inplace)
     _warn_if_missed(plan)
     return model
 
@@ -307,7 +318,7 @@ def select_blocks(
 
 
 def fit_values(
-    model: nn.Module, plan: Plan, batches: list[Any] | None, *, choose: bool, inplace: bool
+    model: nn.Module, plan: Plan, batches: list[Any] | None, *, choose: bool, inplace: bool, jointly: bool = False
 ) -> tuple[nn.Module, Plan]:
     """Fit weights to the data; return the fitted model and the plan with its layouts.
 
@@ -320,13 +331,14 @@ def fit_values(
         batches: inputs of the model, or None to fit nothing.
         choose: whether fitting may select other blocks, the same number per weight.
         inplace: whether the model itself is to be changed.
+        jointly: whether to fit repeated blocks of layers as a whole too, which takes longer.
     """
     if inplace and batches is None:
         return model, plan
     copied = copy_model(model, otherwise="inplace=True without data=")
     if batches is None:
         return copied, plan
-    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose)
+    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose, jointly=jointly)
     if len(errors) < len(layouts):
         names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
         warnings.warn(
@@ -413,6 +425,18 @@ def _warn_if_missed(plan: Plan) -> None:
         lines.append("to go lower, pass data= to calibrate, or force=True and fine-tune")
     lines.append(f"see {Page.SPARSIFY}")
     warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)
+
+
+def _leave_padded_dense(plan: Plan) -> Plan:
+    """Leave the weights dense that padding makes larger and slower, unless there would be no others."""
+    padded = {
+        name: reason.replace(":", ", so it stays dense:") for name, reason in _weights_with_large_blocks(plan).items()
+    }
+    if not padded or len(padded) == len(plan.layouts):
+        return plan
+    plan = plan.leave_dense(padded)
+    plan = replace(plan, unexpected={**plan.unexpected, **padded})
+    return replace(plan, layouts=plan.selection.layouts(plan.layouts))
 
 
 def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:

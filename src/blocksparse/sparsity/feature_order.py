@@ -46,7 +46,7 @@ def permute_features(
     assigns features with similar large weights to the same blocks.
 
     Args:
-        model: a dense model; it stays as it is.
+        model: a dense model; it stays as it is. Frozen parameters stay in their order if others are trained.
         example: inputs of the model, a few samples: a tensor, a tuple or list of arguments, or a dict of arguments by
             name. A call on them shows which layers read which features.
         density: the density to optimize for, 0.1 by default.
@@ -71,6 +71,8 @@ def permute_features(
     Source: Okanovic et al., High performance unstructured SpMM computation using tensor cores (2024), which reorders
     rows; here rows and columns of neighbors move together, as in Pool, Yu (2021).
     """
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     density, skip = number("density", density, 0, 1), skip_by_name(model, skip)
     permuted = copy_model(model)
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))
@@ -88,13 +90,34 @@ def permute_features(
     return permuted
 
 
+def reorder_features(
+    model: nn.Module, example: Any, density: float, block_size: int | tuple[int, int], skip: Skip
+) -> nn.Module:
+    """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
+    try:
+        return permute_features(model, example, density, block_size, skip=skip)
+    except BlockSparseError:  # its outputs would change
+        return model
+
+
 def _find_groups(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[FeatureGroup]:
-    """Return the groups of features of dense layers only; values of block-sparse ones are not reordered."""
+    """Return the groups of features that may be reordered.
+
+    Values of block-sparse layers stay in their order, and so do frozen parameters if others are trained.
+    """
     try:
         groups = find_features(model, *args, **kwargs)
     except Exception as error:  # modules may refuse to be traced
         raise BlockSparseError.expected("model", "a model whose calls can be traced", error) from error
-    return [group for group in groups if not any(isinstance(port.module, BlockSparseModule) for port in group.ports)]
+    frozen: set[int] = set()
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    return [
+        group
+        for group in groups
+        if not any(isinstance(port.module, BlockSparseModule) for port in group.ports)
+        and not any(id(tensor) in frozen for port in group.ports for tensor, _ in port.tensors)
+    ]
 
 
 def _outputs(model: nn.Module, example: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError, Page
-from ...surgery.model_tools import evaluation_mode, parameter_device
+from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
@@ -123,11 +123,8 @@ def arguments_of(batch: Any, max_args: int | None, device: torch.device) -> tupl
     def move(each: Any) -> Any:
         return each.to(device) if hasattr(each, "to") else each
 
-    if isinstance(batch, Mapping):
-        return [], {name: move(each) for name, each in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "batch_sizes"):  # a PackedSequence
-        batch = [batch]
-    return [move(each) for each in values_of(batch)][:max_args], {}
+    args, kwargs = split_arguments(batch)
+    return [move(each) for each in args[:max_args]], {name: move(each) for name, each in kwargs.items()}
 
 
 def count_positional(model: nn.Module) -> int | None:

@@ -212,6 +212,13 @@ class Passes:
         with cache.used(names):
             observe(model, reaching(), [model.get_submodule(name)], observer)
 
+    def forget(self, model: nn.Module, prefix: str) -> None:
+        """Remove cached outputs of layers whose names start so, as their weights have changed."""
+        if (cache := self._caches.get(model)) is not None:
+            for key in [key for key in cache.outputs if key[0].startswith(prefix)]:
+                removed = cache.outputs.pop(key)
+                cache.bytes -= removed.numel() * removed.element_size()
+
     @staticmethod
     def _limit(product: Product) -> int:
         """Return the number of rows of a product that are used at most."""

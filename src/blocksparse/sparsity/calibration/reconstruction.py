@@ -21,6 +21,7 @@ from .batch_norms import correct_statistics, has_statistics
 from .calibrate import Batches, collect_batches, progress
 from .fitting import Problem
 from .inputs import LAYERS, Product, by_called_module, products, why_unobserved
+from .joint import find_blocks, fit_block
 from .passes import Passes
 from .sequences import fit_states
 
@@ -56,6 +57,7 @@ def reconstruct(
     *,
     skip: Skip = (),
     damping: float = 0.01,
+    jointly: bool = False,
 ) -> Reconstruction:
     """Return a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
 
@@ -76,6 +78,8 @@ def reconstruct(
         block_size: an int, 32 by default, or (rows, columns).
         skip: modules, or names of modules or weights, that stay dense, such as the output layer; none by default.
         damping: weight of |V - W|^2 in the error, 0.01 by default; use more with few batches.
+        jointly: whether to fit blocks of several layers, and the model, as a whole too, as `sparsify` does; False by
+            default.
 
     Raises:
         BlockSparseError: no batch, or one on which the model fails; inputs of a layer that are not finite; a density
@@ -96,13 +100,18 @@ def reconstruct(
         least-squares solution. Recurrent layers are fitted with ten times the damping, then by gradient descent to the
         states of the dense layer over whole sequences.
 
+        With `jointly`, a block is fitted as a whole once all of its layers are: up to 300 steps of Adam towards the
+        outputs of the dense block. Blocks are modules with two weights or more in a `ModuleList` or `Sequential` that
+        has several of them. At last, so is the model, unless it has recurrent layers.
+
         At most 10,000 rows (tokens, positions or steps) and 256 MiB of a layer's inputs are used, the same in each run.
         Up to 4,608 inputs (times taps), the score costs one inversion of H, and a row of blocks (in) (kept in)^2
         multiplications, in float64. With more inputs, 2,048 rows are used at most, and blocks that add least to the
         outputs are dropped in four stages. With fewer rows than inputs, values are found from the products of rows,
         X X^T, and the damping is increased up to 1,000 times if that helps on rows that were left out.
 
-    Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score.
+    Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score; Li et al.,
+    BRECQ (2021), for the fit of blocks.
     """
     density, damping = number("density", density, 0, 1), number("damping", damping, 0)
     weights = {weight.name: weight for weight in prunable(model, block_size, skip)}
@@ -114,7 +123,7 @@ def reconstruct(
     masks = top_blocks(scores, blocks, density, "layer")
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
     copied = copy_model(model)
-    fitted, errors = fit(copied, model, collect_batches(batches), layouts, damping=damping)
+    fitted, errors = fit(copied, model, collect_batches(batches), layouts, damping=damping, jointly=jointly)
     by_magnitude = {name: why_unobserved(weight) for name, weight in weights.items() if name not in errors}
     return Reconstruction(replace_with_sparse(copied, fitted), fitted, errors, by_magnitude)
 
@@ -127,6 +136,7 @@ def fit(
     *,
     damping: float = 0.01,
     choose: bool = True,
+    jointly: bool = False,
 ) -> tuple[dict[str, BlockLayout], dict[str, float]]:
     """Fit the weights of a model, a copy of a dense one, to the outputs of the latter.
 
@@ -137,6 +147,7 @@ def fit(
         layouts: layouts of the weights to fit.
         damping: see `reconstruct`.
         choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
+        jointly: whether to fit repeated blocks of layers, and the model, as a whole too.
 
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
@@ -145,6 +156,10 @@ def fit(
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
     passes = Passes(dense, batches, dense_products, norms)
     fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})
+    one_step = [name for name in passes.reached if copied_products.get(name) and name not in norms]
+    one_step = [name for name in one_step if type(model.get_submodule(name)) not in LAYERS]
+    blocks = find_blocks(model, one_step) if jointly else []
+    last_layers = {max((n for n in one_step if n.startswith(f"{each}.")), key=one_step.index): each for each in blocks}
     for name in progress(passes.reached, "layers fitted to the data:"):
         if name in norms:
             correct_statistics(name, model, dense, passes)
@@ -163,6 +178,13 @@ def fit(
             if type(fitted[0].module) in LAYERS:
                 fitter.fit_level(name, level, fitted)
         passes.fitted.add(name)
+        if (block := last_layers.get(name)) is not None:
+            inside = [product for each in one_step if each.startswith(f"{block}.") for product in copied_products[each]]
+            fit_block(model, dense, block, batches, fitter.trained_parameters(block, inside))
+            passes.forget(model, f"{block}.")
+    if jointly and one_step and not any(type(module) in LAYERS for module in model.modules()):
+        inside = [product for each in one_step for product in copied_products[each]]
+        fit_block(model, dense, "", batches, fitter.trained_parameters("", inside))
     return fitter.layouts, fitter.errors
 
 
@@ -229,6 +251,18 @@ class _Fitter:
             layout = self.layouts[weight.name]
             masks[weight.parameter] = weight.blocks.spread(layout.mask().to(weight.tensor.device))
         fit_states(self.model, self.dense, name, level, masks, self.passes)
+
+    def trained_parameters(self, block: str, products: list[Product]) -> dict[str, Tensor | None]:
+        """Return parameters of a block by their names in it, with masks of stored weights; None for biases."""
+        names = {id(parameter): key for key, parameter in self.model.get_submodule(block).named_parameters()}
+        found: dict[str, Tensor | None] = {}
+        for product in products:
+            for weight in product.weights:
+                mask = self.layouts[weight.name].mask().to(weight.tensor.device)
+                found[names[id(weight.tensor)]] = weight.blocks.spread(mask)
+            if product.bias and id(bias := getattr(product.weights[0].module, product.bias)) in names:
+                found.setdefault(names[id(bias)], None)
+        return found
 
     def _inputs(self, name: str, product: Product, other: Product, counts: list[int]) -> Tensor:
         """Return the inputs of a product in the model; those of the dense one if a router now sends other rows here."""

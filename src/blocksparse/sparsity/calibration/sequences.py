@@ -101,7 +101,7 @@ def _train(
 ) -> None:
     """Train some parameters of a one-level layer to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
-    rates = [RATE * max(_root_mean_square(parameter), MIN_VALUE) for parameter in trained.values()]
+    rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in trained.values()]
     optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in trained.values()])
     longest = max(len(x.batch_sizes) for x, _, _ in batches)
     steps = min(STEPS, max(1, MAX_TIME_STEPS // (SEQUENCES * longest)))
@@ -120,7 +120,7 @@ def _train(
                     parameter.mul_(mask)
 
 
-def _root_mean_square(parameter: Tensor) -> float:
+def root_mean_square(parameter: Tensor) -> float:
     """Return the root mean square of the values that are not 0; 0 if all are."""
     values = parameter.detach()
     return float(values.square().sum() / values.count_nonzero().clamp(min=1)) ** 0.5

@@ -1,0 +1,195 @@
+"""Blocks of several layers fitted together, so that their layers make up for each other's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...errors import BlockSparseError
+from ...surgery.model_tools import evaluation_mode
+from ..distillation import compare
+from .calibrate import byte_count, observe, sample_count
+from .passes import MAX_BYTES
+from .sequences import MIN_VALUE, RATE, root_mean_square
+
+# Steps of Adam and the samples of each; fewer steps if all of them would take more floating-point operations.
+STEPS, SAMPLES, MAX_FLOPS = 300, 8, 3e12
+# This fraction of the samples is left out, to find out whether the fit reduces the error.
+HELD_OUT = 1 / 8
+
+Record = tuple[tuple[Any, ...], dict[str, Any], Tensor]
+"""The arguments of a block's call, by position and by name, and its output."""
+
+
+def find_blocks(model: nn.Module, layers: Collection[str]) -> list[str]:
+    """Return the names of repeated modules, such as the blocks of a transformer, that contain several of these layers.
+
+    >>> import torch
+    >>> from blocksparse.sparsity.calibration.joint import find_blocks
+    >>> block = torch.nn.TransformerEncoderLayer(8, 2, 16)
+    >>> model = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    >>> find_blocks(model, ["layers.0.linear1", "layers.0.linear2", "layers.1.linear1", "layers.1.linear2"])
+    ['layers.0', 'layers.1']
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith(
+            tuple(f"{each}." for each in found)
+        ):
+            continue
+        children = [f"{name}.{key}".lstrip(".") for key, _ in module.named_children()]
+        several = [each for each in children if sum(layer.startswith(f"{each}.") for layer in layers) > 1]
+        found += several if len(several) > 1 else []
+    return found
+
+
+def fit_block(
+    model: nn.Module, dense: nn.Module, name: str, batches: list[Any], trained: Mapping[str, Tensor | None]
+) -> None:
+    """Change parameters of a block such that its outputs come close to those of the dense block.
+
+    Its inputs are those of the pruned model. The parameters stay as they are if that does not reduce the error on
+    samples that were left out, if a batch does not call the block once, and in 16 bits.
+
+    Args:
+        model, dense: the pruned and the dense model.
+        name: the name of the block, "" for the whole model.
+        batches: inputs of the models.
+        trained: the parameters to change, by name in the block, with a mask of the stored weights, or None for all.
+    """
+    block = model.get_submodule(name)
+    parameters = {key: block.get_parameter(key) for key in trained}
+    if not all(p.dtype in (torch.float32, torch.float64) and not p.is_inference() for p in parameters.values()):
+        return
+    chunks = list(_split(batches))
+    try:
+        first = _record(dense, name, chunks[:1])
+    except BlockSparseError:  # not all arguments have an axis of samples
+        chunks, first = batches, _record(dense, name, batches[:1])
+    chunks = chunks[: max(1, MAX_BYTES // max(1, byte_count(tree_leaves(first))))]
+    records, targets = (_record(each, name, chunks) for each in (model, dense))
+    if not records or len(records) != len(targets):
+        return
+    records = [(args, kwargs, target[2]) for (args, kwargs, _), target in zip(records, targets, strict=True)]
+    old = {key: parameter.detach().clone() for key, parameter in parameters.items()}
+    modes = {parameter: parameter.requires_grad for parameter in block.parameters()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it has no gradients
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(block):
+            for parameter in modes:
+                parameter.requires_grad_(False)
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+            if not _call(block, records[0]).requires_grad:  # the outputs do not depend on the parameters
+                return
+            fitted, left_out = _divide(records)
+            before = _error(block, left_out, not name)
+            _train(block, fitted, parameters, trained, not name)
+            improved = _error(block, left_out, not name) < before
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for parameter, mode in modes.items():
+            parameter.requires_grad_(mode)
+    if not improved:
+        for key, parameter in parameters.items():
+            parameter.detach().copy_(old[key])
+
+
+def _split(batches: list[Any]) -> Iterator[Any]:
+    """Yield parts of batches with at most 8 samples."""
+    for batch in batches:
+        count = sample_count(batch)
+        for first in range(0, count, SAMPLES):
+            chosen = slice(first, first + SAMPLES)
+            yield tree_map_only(Tensor, lambda x: x[chosen] if x.dim() and len(x) == count else x, batch)  # noqa: B023
+
+
+def _divide(records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Return the calls to fit to, and those to test on; the same if there is only one."""
+    count = max(1, int(HELD_OUT * len(records)))
+    return (records, records) if len(records) == 1 else (records[:-count], records[-count:])
+
+
+def _record(model: nn.Module, name: str, chunks: list[Any]) -> list[Record]:
+    """Return the arguments and outputs of a block; nothing if a chunk does not call it once and get a tensor."""
+    records: list[Record] = []
+    calls = 0
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if (first := _first_tensor(output)) is not None:
+            records.append((args, kwargs, first.detach()))
+
+    handle = model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    try:
+        observe(model, chunks, [], lambda module, args: None)
+    finally:
+        handle.remove()
+    return records if calls == len(records) == len(chunks) else []
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return the first floating-point tensor of an output that is no loss, or None."""
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return next((leaf for leaf in leaves if leaf.dim() > 1), None)
+
+
+def _call(block: nn.Module, record: Record) -> Tensor:
+    """Call a block on recorded arguments; it may change the tensors in place."""
+    args, kwargs = tree_map_only(Tensor, torch.clone, record[:2])
+    output = _first_tensor(block(*args, **kwargs))
+    assert output is not None  # as when the call was recorded
+    return output
+
+
+def _train(
+    block: nn.Module,
+    records: list[Record],
+    parameters: Mapping[str, nn.Parameter],
+    masks: Mapping[str, Tensor | None],
+    is_model: bool,
+) -> None:
+    """Train parameters of a block or model by Adam to give the dense outputs; masked values stay 0."""
+    generator = torch.Generator().manual_seed(0)
+    rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in parameters.values()]
+    optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
+    with torch.no_grad(), FlopCounterMode(display=False) as forward:
+        _call(block, records[0])
+    steps = max(1, min(STEPS, int(MAX_FLOPS / (3 * forward.get_total_flops() + 1))))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
+    for _ in range(steps):
+        record = records[int(torch.randint(len(records), (), generator=generator))]
+        optimizer.zero_grad()
+        _loss(block, record, is_model).backward()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for key, parameter in parameters.items():
+                if (mask := masks[key]) is not None:
+                    parameter.mul_(mask)
+    optimizer.zero_grad()
+
+
+def _loss(block: nn.Module, record: Record, is_model: bool) -> Tensor:
+    """Return the normalised squared error of a block's output.
+
+    The output of a model may be logits, of which some differences matter more: the divergence of their softmax counts
+    too.
+    """
+    output, target = _call(block, record), record[2]
+    loss = compare(output, target, "mse")
+    is_vector = is_model and target.dim() < 4 and target.shape[-1] > 1
+    return loss + compare(output, target, "kl") if is_vector else loss
+
+
+@torch.no_grad()
+def _error(block: nn.Module, records: list[Record], is_model: bool) -> float:
+    """Return the summed loss of a block's outputs."""
+    return sum(float(_loss(block, record, is_model)) for record in records)
