@@ -1,5 +1,7 @@
 """The benchmark of `bs.compress`: its nets, and all ways with few steps."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from blocksparse_lab.models.resnet import ResNet
 from trained_nets import Sequences
 
 
-def images(count):
-    return torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+def images(count, side=32):
+    return torch.randn(count, 3, side, side), torch.randint(10, (count,))
 
 
 def texts(count):
@@ -25,7 +27,7 @@ NETS = {
     "vit": (lambda divisor: compress.ViT(4 * round(16 / divisor), layers=1), images),
     "bert": (lambda divisor: compress.WordBert(256, 4 * round(16 / divisor), layers=1), texts),
     "lstm": (lambda divisor: Sequences("lstm", round(64 / divisor), 1), next_bytes),
-    "resnet": (lambda divisor: ResNet(width=round(32 / divisor), blocks=(1, 1)), images),
+    "resnet": (lambda divisor: ResNet(width=round(32 / divisor), blocks=(1, 1)), partial(images, side=16)),
 }
 
 

@@ -239,8 +239,10 @@ GATED = next(name for name in ROWS if name.startswith("gated MLP") and " 32 toke
 SHARED = ("many tokens, block 32", "layout with hubs, many tokens")
 # Rows by falling density.
 FALLING = {dtype: [name for name in ROWS if name.startswith(f"few tokens, {dtype}")] for dtype in ("bf16", "fp32")}
+LAYER = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
 # Rows whose kernels are compiled together: those that always are, and others that check the same once more.
 DESIGNED = (*RESIDENT, EXACT, *SHARED, *FALLING["bf16"], CONVOLUTIONS["forward"], RECURRENT, RECURRENT_WIDE, GATED)
+DESIGNED += (model.layer_name(LAYER),)
 REPEATED = (*FALLING["fp32"], CONVOLUTIONS["dgrad"], CONVOLUTIONS["wgrad"])
 KINDS = {"sm80": "a100", "sm90": "h200", "sm100": "b200", "gfx942": "mi300x"}
 # Least programs of convolutions and an LSTM's kernels; the step's tables leave room for three with its gates.
@@ -353,9 +355,9 @@ def test_convolutions_and_recurrences_have_several_resident_programs(kind, row):
 @with_triton
 @pytest.mark.parametrize("kind", ["sm90"])
 def test_layers_of_any_shape_are_predicted(kind):
-    spec = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
-    found = launches(kind, model.layer_name(spec))
-    assert list(found) == ["forward", "dgrad", "wgrad", "step"]
+    rows = launches(kind, *DESIGNED)
+    assert list(rows)[-4:] == ["forward", "dgrad", "wgrad", "step"]
+    found = {name: rows[name] for name in list(rows)[-4:]}
     parts = [together(found[pass_]["launches"], H100).seconds for pass_ in ("forward", "dgrad", "wgrad")]
     assert together(found["step"]["launches"], H100).seconds == pytest.approx(sum(parts))
     # 6 rows of 32 blocks, a quarter of which is stored: 96 outputs of 512 inputs.
