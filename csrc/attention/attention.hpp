@@ -6,17 +6,29 @@
 
 namespace blocksparse {
 
+// Which scores count. Query i sees the keys [start[i], end[i]) of its blocks; without `start` all `keys`. Scores are
+// capped as softcap * tanh(score / softcap) unless softcap is 0. A weight is dropped if the hash of seed, head, query
+// and key is below `drop_below`, of 2^32.
+struct AttentionScores {
+  int64_t keys;
+  const int32_t *start, *end;
+  double softcap;
+  uint64_t seed;
+  uint32_t drop_below;
+  int64_t head;
+};
+
 // One head. Matrices are [queries or keys, features]; a `turned` matrix is [key blocks, features, padded], the keys of
-// a block side by side, padded with zeros. q is already scaled.
+// a block side by side, padded with zeros. q is already scaled. The last block of keys may be partly there.
 struct AttentionForward {
   int64_t d, d_v, block, padded;  // features of q and of v; keys of a block
-  bool causal;
+  AttentionScores scores;
   const void *q, *k, *v;  // k is transposed per block
   void *y, *log_sum;      // log_sum [queries]: log of the summed exponentials
 };
 struct AttentionBackward {
-  int64_t d, d_v, block_q, block_k, padded;
-  bool causal;
+  int64_t d, d_v, block_k, padded;
+  AttentionScores scores;
   const void *q, *k, *k_turned, *v_turned, *grad, *log_sum, *delta;
   void *grad_q, *grad_k, *grad_v;
 };
@@ -27,6 +39,8 @@ struct AttentionQueries {  // [first, last), and the blocks of keys that they se
 struct AttentionKeys {  // a block of them, and the blocks of queries that see it
   int64_t col, blocks;
   const int32_t* row;
+  int64_t block, before, queries;  // block row r has the queries [r * block - before, (r + 1) * block - before)
+  bool add;                        // to the gradients, which another head has written
 };
 struct AttentionKernels {
   void (*forward)(const AttentionForward&, const AttentionQueries&);
@@ -41,11 +55,14 @@ struct BlockLists {
   int64_t count;
 };
 
-// Matrices are contiguous, [heads, queries or keys, features], with features padded to whole vectors. Numbers per query
-// are [heads, queries]. q is already scaled.
+// Matrices are contiguous: [batch, heads, queries, features] and [batch, kv_heads, keys, features], with features
+// padded to whole vectors; heads / kv_heads neighbouring heads share keys. Numbers per query are [batch, heads,
+// queries]. The first block row begins `before` queries before the first query. Spans are [span_batches, queries] with
+// one batch for all or one each. q is already scaled.
 struct AttentionCall {
-  int64_t heads, queries, keys, d, d_v, block_q, block_k;
-  bool causal;
+  int64_t batch, heads, kv_heads, queries, keys, d, d_v, block_q, block_k, before;
+  AttentionScores scores;
+  int64_t span_batches;
   const void *q, *k, *v;
 };
 

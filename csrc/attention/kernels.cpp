@@ -41,16 +41,78 @@ void multiply_block(const Real* w, const Real* x, int64_t rows, int64_t features
   multiply<Real>(terms_of<Real>(&w, &x, 1, features, 1, padded, features), rows, padded, false, sums, sums_row);
 }
 
-// Set the scores of invisible keys: padding behind the end of a block and, if causal, later keys.
-template <class Real>
-void hide(Real* scores, int64_t stride, int64_t first_query, int64_t queries, int64_t first_key, int64_t block,
-          int64_t padded, bool causal) {
-  const bool crosses = causal && first_key + block - 1 > first_query;
-  if (!crosses && block == padded) return;
-  for (int64_t r = 0; r < queries; ++r) {
-    const int64_t seen = crosses ? smaller(block, first_query + r - first_key + 1) : block;
-    for (int64_t j = seen < 0 ? 0 : seen; j < padded; ++j) scores[r * stride + j] = kNothing<Real>;
+// The keys that several queries see: [first, end) is seen by one of them, [all_first, all_end) by each of them.
+struct Extent {
+  int64_t first, end, all_first, all_end;
+
+  bool meets(int64_t key, int64_t count) const { return key < end && key + count > first; }
+  bool covers(int64_t key, int64_t count) const { return key >= all_first && key + count <= all_end; }
+};
+
+Extent extent_of(const AttentionScores& a, int64_t first_query, int64_t last_query) {
+  if (!a.start) return {0, a.keys, 0, a.keys};
+  Extent all = {a.keys, 0, 0, a.keys};
+  for (int64_t i = first_query; i < last_query; ++i) {
+    const int64_t start = a.start[i] < 0 ? 0 : a.start[i], end = smaller(int64_t(a.end[i]), a.keys);
+    if (start >= end) {
+      all.all_end = 0;
+      continue;
+    }
+    all.first = smaller(all.first, start), all.all_end = smaller(all.all_end, end);
+    if (end > all.end) all.end = end;
+    if (start > all.all_first) all.all_first = start;
   }
+  return all;
+}
+
+// Set the scores of invisible keys and of the padding behind a block.
+template <class Real>
+void hide(Real* scores, int64_t stride, const AttentionScores& a, const Extent& extent, int64_t first_query,
+          int64_t queries, int64_t first_key, int64_t block, int64_t padded) {
+  if (block == padded && extent.covers(first_key, block)) return;
+  const int64_t valid = smaller(block, a.keys - first_key);
+  for (int64_t r = 0; r < queries; ++r) {
+    int64_t from = 0, to = valid;
+    if (a.start) {
+      const int64_t start = a.start[first_query + r] - first_key, end = a.end[first_query + r] - first_key;
+      from = start < 0 ? 0 : smaller(start, padded), to = end < from ? from : smaller(end, valid);
+    }
+    for (int64_t j = 0; j < from; ++j) scores[r * stride + j] = kNothing<Real>;
+    for (int64_t j = to; j < padded; ++j) scores[r * stride + j] = kNothing<Real>;
+  }
+}
+
+template <class Real>
+void cap(Real* scores, int64_t count, Real softcap) {
+  for (int64_t j = 0; j < count; j += kLanes<Real>) store(scores + j, softcap * tangent(load(scores + j) / softcap));
+}
+
+// Scores [queries, padded] of a block of keys, which lie side by side in k.
+template <class Real>
+void score_block(const AttentionScores& a, const Extent& extent, const Real* q, const Real* k, int64_t first_query,
+                 int64_t queries, int64_t first_key, int64_t d, int64_t block, int64_t padded, Real* scores,
+                 int64_t stride) {
+  multiply_block(q, k, queries, d, padded, scores, stride);
+  if (a.softcap != 0)
+    for (int64_t r = 0; r < queries; ++r) cap(scores + r * stride, padded, Real(a.softcap));
+  hide(scores, stride, a, extent, first_query, queries, first_key, block, padded);
+}
+
+// A permutation of 32 bits (Wellons, Prospecting for hash functions, 2018: lowbias32).
+BLOCKSPARSE_INLINE uint32_t mix(uint32_t x) {
+  x ^= x >> 16, x *= 0x7feb352du;
+  x ^= x >> 15, x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+// Drop some weights of a query, or their gradients, and scale the others to keep the expectation.
+template <class Real>
+void drop(Real* weights, int64_t count, const AttentionScores& a, int64_t query, int64_t first_key) {
+  const uint32_t of_head = mix(uint32_t(a.seed) ^ mix(uint32_t(a.seed >> 32) + uint32_t(a.head) * 0x9e3779b9u));
+  const uint32_t of_query = mix(of_head + uint32_t(query) * 0x85ebca6bu) + uint32_t(first_key) * 0x9e3779b9u;
+  const Real scale = Real(4294967296.0 / (4294967296.0 - a.drop_below));
+  for (int64_t j = 0; j < count; ++j)
+    weights[j] = mix(of_query + uint32_t(j) * 0x9e3779b9u) < a.drop_below ? 0 : weights[j] * scale;
 }
 
 // Replace each score by its exponential, and those of invisible keys by 0.
@@ -67,32 +129,60 @@ Real sum_of(Vector<Real> v) {
   return sum;
 }
 
-// Count the blocks before the first one whose keys all come after the last query.
-int64_t seen_blocks(const AttentionQueries& queries, int64_t block, bool causal) {
-  int64_t count = queries.blocks;
-  while (causal && count > 0 && queries.col[count - 1] * block >= queries.last) --count;
-  return count;
+// Leave out the blocks whose keys no query sees; they ascend.
+AttentionQueries visible(AttentionQueries queries, const Extent& extent, int64_t block) {
+  while (queries.blocks > 0 && !extent.meets(queries.col[queries.blocks - 1] * block, block)) --queries.blocks;
+  while (queries.blocks > 0 && !extent.meets(*queries.col * block, block)) ++queries.col, --queries.blocks;
+  return queries;
 }
 
+// Terms of a product over blocks of keys: whole blocks together, and each block that is partly visible on its own, so
+// that a NaN in a key that no query sees stays there.
 template <class Real>
-void forward(const AttentionForward& a, const AttentionQueries& queries) {
+struct KeyTerms {
+  const Real *w[kGroup], *x[kGroup];
+  int64_t count = 0;
+
+  // Add the visible keys of a block, with weights w [queries, stride] and vectors x [block, width].
+  void add(const Real* weights, const Real* vectors, int64_t first_key, int64_t block, const Extent& extent,
+           int64_t queries, int64_t stride, int64_t width, Real* sums, bool& started) {
+    const int64_t from = extent.first > first_key ? extent.first - first_key : 0;
+    const int64_t to = smaller(block, extent.end - first_key);
+    if (from == 0 && to == block) {
+      w[count] = weights, x[count++] = vectors;
+    } else if (from < to) {
+      const Real *part_w = weights + from, *part_x = vectors + from * width;
+      multiply<Real>(terms_of<Real>(&part_w, &part_x, 1, stride, 1, width, to - from), queries, width, started, sums,
+                     width);
+      started = true;
+    }
+  }
+  void multiply_whole(int64_t block, int64_t queries, int64_t stride, int64_t width, Real* sums, bool& started) {
+    if (count == 0) return;
+    multiply<Real>(terms_of<Real>(w, x, count, stride, 1, width, block), queries, width, started, sums, width);
+    started = true;
+  }
+};
+
+template <class Real>
+void forward(const AttentionForward& a, const AttentionQueries& all_queries) {
   constexpr int n = kLanes<Real>;
-  const int64_t count = queries.last - queries.first, blocks = seen_blocks(queries, a.block, a.causal);
+  const Extent extent = extent_of(a.scores, all_queries.first, all_queries.last);
+  const AttentionQueries queries = visible(all_queries, extent, a.block);
+  const int64_t count = queries.last - queries.first, blocks = queries.blocks;
   const int64_t group = a.block < kGroup ? kGroup / a.block : 1, stride = group * a.padded;
   const Real* q = static_cast<const Real*>(a.q) + queries.first * a.d;
   Real* scores = static_cast<Real*>(scratch(Scratch::kSums, count * stride * int64_t(sizeof(Real))));
   Real* largest = static_cast<Real*>(scratch(Scratch::kWeights, 2 * count * int64_t(sizeof(Real))));
   Real *sum = largest + count, *y = static_cast<Real*>(a.y) + queries.first * a.d_v;
+  bool started = false;
   for (int64_t r = 0; r < count; ++r) largest[r] = kNothing<Real>, sum[r] = 0;
   for (int64_t b = 0; b < blocks; b += group) {
     const int64_t here = smaller(group, blocks - b), width = here * a.padded;
-    const Real *w[kGroup], *x[kGroup];
     for (int64_t i = 0; i < here; ++i) {
       const int64_t col = queries.col[b + i];
-      multiply_block(q, static_cast<const Real*>(a.k) + col * a.d * a.padded, count, a.d, a.padded,
-                     scores + i * a.padded, stride);
-      hide(scores + i * a.padded, stride, queries.first, count, col * a.block, a.block, a.padded, a.causal);
-      w[i] = scores + i * a.padded, x[i] = static_cast<const Real*>(a.v) + col * a.block * a.d_v;
+      score_block(a.scores, extent, q, static_cast<const Real*>(a.k) + col * a.d * a.padded, queries.first, count,
+                  col * a.block, a.d, a.block, a.padded, scores + i * a.padded, stride);
     }
     for (int64_t r = 0; r < count; ++r) {
       Real* of_query = scores + r * stride;
@@ -111,34 +201,57 @@ void forward(const AttentionForward& a, const AttentionQueries& queries) {
       }
       // Rescale the sums that were computed with a smaller shift.
       const Real before = largest[r] == kNothing<Real> ? 0 : exponential(broadcast(largest[r] - shift))[0];
-      if (b > 0 && before != 1)
+      if (started && before != 1)
         for (int64_t j = 0; j < a.d_v; j += n) store(y + r * a.d_v + j, load(y + r * a.d_v + j) * before);
       sum[r] = sum[r] * before + sum_of<Real>(all), largest[r] = shift;
+      if (a.scores.drop_below)
+        for (int64_t i = 0; i < here; ++i)
+          drop(of_query + i * a.padded, a.padded, a.scores, queries.first + r, queries.col[b + i] * a.block);
     }
-    multiply<Real>(terms_of<Real>(w, x, here, stride, 1, a.d_v, a.block), count, a.d_v, b > 0, y, a.d_v);
+    KeyTerms<Real> terms;
+    for (int64_t i = 0; i < here; ++i) {
+      const int64_t key = queries.col[b + i] * a.block;
+      terms.add(scores + i * a.padded, static_cast<const Real*>(a.v) + key * a.d_v, key, a.block, extent, count, stride,
+                a.d_v, y, started);
+    }
+    terms.multiply_whole(a.block, count, stride, a.d_v, y, started);
   }
   Real* log_sum = static_cast<Real*>(a.log_sum) + queries.first;
   for (int64_t r = 0; r < count; ++r) {
     const bool nothing = largest[r] == kNothing<Real> && sum[r] == 0;
     for (int64_t j = 0; j < a.d_v; j += n)
       store(y + r * a.d_v + j, nothing ? Vector<Real>{} : load(y + r * a.d_v + j) / sum[r]);
-    log_sum[r] = nothing ? 0 : largest[r] + ::log(sum[r]);
+    log_sum[r] = nothing ? kNothing<Real> : largest[r] + ::log(sum[r]);
+  }
+  if (count == 1 || !a.scores.start) return;
+  // 0 * NaN: a query may have met a NaN in a value that it does not see, but that another query sees.
+  for (int64_t r = 0; r < count; ++r) {
+    Vector<Real> zero = {};
+    for (int64_t j = 0; j < a.d_v; j += n) zero += load(y + r * a.d_v + j) * Real(0);
+    if (sum_of<Real>(zero) != 0) {
+      const int64_t query = queries.first + r;
+      forward<Real>(a, {query, query + 1, all_queries.blocks, all_queries.col});
+    }
   }
 }
 
 // Turn scores into attention weights, and gradients of the weights into gradients of the scores.
 template <class Real>
-void back_through_softmax(Real* scores, Real* grads, int64_t width, Real log_sum, Real delta) {
+void back_through_softmax(Real* scores, Real* grads, int64_t width, Real log_sum, Real delta, Real softcap) {
   for (int64_t j = 0; j < width; j += kLanes<Real>) {
-    const Vector<Real> p = power(scores + j, log_sum);
+    const Vector<Real> s = load(scores + j), p = power(scores + j, log_sum);
+    Vector<Real> grad = p * (load(grads + j) - delta);
+    if (softcap != 0) grad *= Real(1) - (s / softcap) * (s / softcap);
     store(scores + j, p);
-    store(grads + j, p * (load(grads + j) - delta));
+    store(grads + j, s == kNothing<Real> ? Vector<Real>{} : grad);
   }
 }
 
 template <class Real>
-void backward_rows(const AttentionBackward& a, const AttentionQueries& queries) {
-  const int64_t count = queries.last - queries.first, blocks = seen_blocks(queries, a.block_k, a.causal);
+void backward_rows(const AttentionBackward& a, const AttentionQueries& all_queries) {
+  const Extent extent = extent_of(a.scores, all_queries.first, all_queries.last);
+  const AttentionQueries queries = visible(all_queries, extent, a.block_k);
+  const int64_t count = queries.last - queries.first, blocks = queries.blocks;
   const int64_t group = a.block_k < kGroup ? kGroup / a.block_k : 1, stride = group * a.padded;
   const int64_t bytes = count * stride * int64_t(sizeof(Real));
   const Real* q = static_cast<const Real*>(a.q) + queries.first * a.d;
@@ -146,66 +259,83 @@ void backward_rows(const AttentionBackward& a, const AttentionQueries& queries) 
   Real *scores = static_cast<Real*>(scratch(Scratch::kSums, bytes)),
        *grads = static_cast<Real*>(scratch(Scratch::kGradients, bytes)),
        *grad_q = static_cast<Real*>(a.grad_q) + queries.first * a.d;
-  if (blocks == 0) memset(grad_q, 0, count * a.d * sizeof(Real));
+  bool started = false;
   for (int64_t b = 0; b < blocks; b += group) {
     const int64_t here = smaller(group, blocks - b);
-    const Real *w[kGroup], *x[kGroup];
     for (int64_t i = 0; i < here; ++i) {
       const int64_t col = queries.col[b + i];
-      multiply_block(q, static_cast<const Real*>(a.k_turned) + col * a.d * a.padded, count, a.d, a.padded,
-                     scores + i * a.padded, stride);
-      multiply_block(grad, static_cast<const Real*>(a.v_turned) + col * a.d_v * a.padded, count, a.d_v, a.padded,
-                     grads + i * a.padded, stride);
-      hide(scores + i * a.padded, stride, queries.first, count, col * a.block_k, a.block_k, a.padded, a.causal);
-      w[i] = grads + i * a.padded, x[i] = static_cast<const Real*>(a.k) + col * a.block_k * a.d;
+      Real *s = scores + i * a.padded, *g = grads + i * a.padded;
+      score_block(a.scores, extent, q, static_cast<const Real*>(a.k_turned) + col * a.d * a.padded, queries.first,
+                  count, col * a.block_k, a.d, a.block_k, a.padded, s, stride);
+      multiply_block(grad, static_cast<const Real*>(a.v_turned) + col * a.d_v * a.padded, count, a.d_v, a.padded, g,
+                     stride);
+      for (int64_t r = 0; a.scores.drop_below && r < count; ++r)
+        drop(g + r * stride, a.padded, a.scores, queries.first + r, col * a.block_k);
     }
     for (int64_t r = 0; r < count; ++r)
       back_through_softmax(scores + r * stride, grads + r * stride, here * a.padded,
                            static_cast<const Real*>(a.log_sum)[queries.first + r],
-                           static_cast<const Real*>(a.delta)[queries.first + r]);
-    multiply<Real>(terms_of<Real>(w, x, here, stride, 1, a.d, a.block_k), count, a.d, b > 0, grad_q, a.d);
+                           static_cast<const Real*>(a.delta)[queries.first + r], Real(a.scores.softcap));
+    KeyTerms<Real> terms;
+    for (int64_t i = 0; i < here; ++i) {
+      const int64_t key = queries.col[b + i] * a.block_k;
+      terms.add(grads + i * a.padded, static_cast<const Real*>(a.k) + key * a.d, key, a.block_k, extent, count, stride,
+                a.d, grad_q, started);
+    }
+    terms.multiply_whole(a.block_k, count, stride, a.d, grad_q, started);
   }
+  if (!started) memset(grad_q, 0, count * a.d * sizeof(Real));
 }
 
 template <class Real>
 void backward_column(const AttentionBackward& a, const AttentionKeys& keys) {
   // Take a few queries of a long block at a time, or several short blocks.
-  const int64_t queries = smaller(a.block_q, kGroup), parts = ceil_div(a.block_q, queries);
-  const int64_t group = parts > 1 ? 1 : kGroup / a.block_q, part_size = queries * a.padded;
-  const int64_t first_key = keys.col * a.block_k, bytes = group * part_size * int64_t(sizeof(Real));
+  const int64_t most = smaller(keys.block, kGroup), tiles = ceil_div(keys.block, most);
+  const int64_t group = tiles > 1 ? 1 : kGroup / keys.block, tile_size = most * a.padded;
+  const int64_t first_key = keys.col * a.block_k, bytes = group * tile_size * int64_t(sizeof(Real));
+  const int64_t rows = smaller(a.block_k, a.scores.keys - first_key);
   const Real* k = static_cast<const Real*>(a.k_turned) + keys.col * a.d * a.padded;
   const Real* v = static_cast<const Real*>(a.v_turned) + keys.col * a.d_v * a.padded;
   Real* scores = static_cast<Real*>(scratch(Scratch::kSums, bytes));
   Real* grads = static_cast<Real*>(scratch(Scratch::kGradients, bytes));
   Real* grad_k = static_cast<Real*>(a.grad_k) + first_key * a.d;
   Real* grad_v = static_cast<Real*>(a.grad_v) + first_key * a.d_v;
-  int64_t first = 0;  // queries that all come before the keys see none of them
-  while (a.causal && first < keys.blocks && (keys.row[first] + 1) * a.block_q <= first_key) ++first;
-  if (first == keys.blocks) {
-    memset(grad_k, 0, a.block_k * a.d * sizeof(Real));
-    memset(grad_v, 0, a.block_k * a.d_v * sizeof(Real));
-  }
-  for (int64_t p = first * parts; p < keys.blocks * parts; p += group) {
-    const int64_t here = smaller(group, keys.blocks * parts - p), start = p % parts * queries;
-    const int64_t count = smaller(queries, a.block_q - start);
-    const Real *weights[kGroup], *at_scores[kGroup], *q[kGroup], *grad[kGroup];
-    for (int64_t i = 0; i < here; ++i) {
-      const int64_t query = keys.row[(p + i) / parts] * a.block_q + start;
-      Real *s = scores + i * part_size, *g = grads + i * part_size;
-      weights[i] = s, at_scores[i] = g;
-      q[i] = static_cast<const Real*>(a.q) + query * a.d, grad[i] = static_cast<const Real*>(a.grad) + query * a.d_v;
-      multiply_block(q[i], k, count, a.d, a.padded, s, a.padded);
-      multiply_block(grad[i], v, count, a.d_v, a.padded, g, a.padded);
-      hide(s, a.padded, query, count, first_key, a.block_k, a.padded, a.causal);
-      for (int64_t r = 0; r < count; ++r)
-        back_through_softmax(s + r * a.padded, g + r * a.padded, a.padded,
-                             static_cast<const Real*>(a.log_sum)[query + r],
-                             static_cast<const Real*>(a.delta)[query + r]);
+  const Real *weights[kGroup], *of_scores[kGroup], *q[kGroup], *grad[kGroup];
+  int64_t here = 0, steps = 0;
+  bool add = keys.add;
+  const auto flush = [&] {  // multiply the collected tiles, which have equally many queries
+    if (here == 0) return;
+    multiply<Real>(terms_of<Real>(weights, grad, here, 1, a.padded, a.d_v, steps), rows, a.d_v, add, grad_v, a.d_v);
+    multiply<Real>(terms_of<Real>(of_scores, q, here, 1, a.padded, a.d, steps), rows, a.d, add, grad_k, a.d);
+    here = 0, add = true;
+  };
+  for (int64_t p = 0; p < keys.blocks * tiles; ++p) {
+    const int64_t row = keys.row[p / tiles], tile = row * keys.block - keys.before + p % tiles * most;
+    const int64_t block_end = (row + 1) * keys.block - keys.before, tile_end = smaller(tile + most, block_end);
+    const int64_t query = tile < 0 ? 0 : tile, count = smaller(tile_end, keys.queries) - query;
+    if (count <= 0) continue;
+    const Extent extent = extent_of(a.scores, query, query + count);
+    if (!extent.meets(first_key, a.block_k)) continue;
+    if (here == group || (here > 0 && count != steps)) flush();
+    Real *s = scores + here * tile_size, *g = grads + here * tile_size;
+    weights[here] = s, of_scores[here] = g, steps = count;
+    q[here] = static_cast<const Real*>(a.q) + query * a.d,
+    grad[here] = static_cast<const Real*>(a.grad) + query * a.d_v;
+    score_block(a.scores, extent, q[here], k, query, count, first_key, a.d, a.block_k, a.padded, s, a.padded);
+    multiply_block(grad[here], v, count, a.d_v, a.padded, g, a.padded);
+    for (int64_t r = 0; r < count; ++r) {
+      Real *of_query = s + r * a.padded, *of_grad = g + r * a.padded;
+      if (a.scores.drop_below) drop(of_grad, a.padded, a.scores, query + r, first_key);
+      back_through_softmax(of_query, of_grad, a.padded, static_cast<const Real*>(a.log_sum)[query + r],
+                           static_cast<const Real*>(a.delta)[query + r], Real(a.scores.softcap));
+      if (a.scores.drop_below) drop(of_query, a.padded, a.scores, query + r, first_key);
     }
-    const bool add = p > first * parts;
-    multiply<Real>(terms_of<Real>(weights, grad, here, 1, a.padded, a.d_v, count), a.block_k, a.d_v, add, grad_v,
-                   a.d_v);
-    multiply<Real>(terms_of<Real>(at_scores, q, here, 1, a.padded, a.d, count), a.block_k, a.d, add, grad_k, a.d);
+    ++here;
+  }
+  flush();
+  if (!add) {
+    memset(grad_k, 0, rows * a.d * sizeof(Real));
+    memset(grad_v, 0, rows * a.d_v * sizeof(Real));
   }
 }
 

@@ -45,7 +45,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
     blocksparse.errors.BlockSparseError: dropout: expected a number from 0 to below 1, got 1
     """
     real = is_int(value) or isinstance(value, float | np.floating)
-    if not real or not math.isfinite(value) or not least <= value <= most or value >= below:
+    if not real or not abs(value) < math.inf or not least <= value <= most or value >= below:
         expected = f"a finite number, {least:g} or more"
         if min(most, below) < math.inf:
             expected = f"a number from {least:g} to " + (f"below {below:g}" if below <= most else f"{most:g}")

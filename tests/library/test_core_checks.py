@@ -17,6 +17,7 @@ import blocksparse as bs
 import recurrent_entries
 from blocksparse.ops import cpu_core
 from blocksparse.ops.attention import cpu as attention
+from blocksparse.ops.attention.rules import Rules
 from blocksparse.ops.conv import cpu as conv
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.plan import axes_of, channel_plan, packed_taps, runs
@@ -74,7 +75,8 @@ def a_conv_wgrad(axes):
 
 def an_attention(backward):
     y = {"y": (1, 2, 8, 16), "log_sum": (1, 2, 8), "grad": (1, 2, 8, 16)} if backward else {}
-    run = partial(attention.backward if backward else attention.forward, layout=SEEN, causal=False)
+    run = partial(attention.backward, grad_lse=None) if backward else attention.forward
+    run = partial(run, layout=SEEN, rules=Rules(softcap=3.0))
     return {"q": (1, 2, 8, 16), "k": (1, 2, 12, 16), "v": (1, 2, 12, 16), **y}, run
 
 

@@ -10,6 +10,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops.attention import triton as attention
+from blocksparse.ops.attention.rules import Rules
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
 from blocksparse.ops.linear import triton as backend
@@ -210,7 +211,7 @@ def test_index_tensors_are_recorded_on_each_stream(case, monkeypatch):
         square = bs.patterns.random((128, 128), block_size=32, density=0.5, seed=0)
 
         def call():
-            attention.flex(q, q, q, [square], False, 1.0, lambda q, *of, **options: q)
+            attention.flex(q, q, q, [square], Rules(), lambda q, *of, **options: q)
 
     monkeypatch.setattr(place, "stream_of", lambda x: stream[0])
     monkeypatch.setattr(place, "keep_for_stream", lambda device, *of: told.append((stream[0], of)))

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import blocksparse as bs
-from blocksparse.ops.attention import _check, cpu, gathered, reference
+from blocksparse.ops.attention import cpu, gathered, reference
+from blocksparse.ops.attention.arguments import check_operands
 from blocksparse.ops.attention.op import in_graph
+from blocksparse.ops.attention.rules import Rules
 from blocksparse.ops.attention.triton import flex
 from linear_backends import CPU, assert_same_bits, running
 
@@ -30,7 +32,7 @@ SHAPES = {
 
 def dense_mask(layout: bs.BlockLayout, causal: bool) -> torch.Tensor:
     mask = layout.mask().repeat_interleave(layout.block_shape[0], 0).repeat_interleave(layout.block_shape[1], 1)
-    return mask.tril() if causal else mask
+    return mask.tril(mask.shape[1] - mask.shape[0]) if causal else mask
 
 
 def dense_attention(q, k, v, mask, scale=None):
@@ -251,12 +253,18 @@ def test_compiled_attention_trains_as_eager_attention_does(per_head, causal, dty
 def test_the_operation_of_graphs_is_twice_differentiable(core):
     layout = bs.BlockLayout([[True, False], [True, True], [False, False]], block_size=4)
     qkv = draw(layout.shape, heads=2, d=2, d_v=3)
-    run = partial(in_graph, layouts=[layout], causal=True, scale=0.7)
+
+    def run(*qkv):
+        y, lse = in_graph(*qkv, layouts=[layout], rules=Rules(right=0, scale=0.7))
+        return y, lse[:, :, 4:8]  # the other queries see no key
+
     assert torch.autograd.gradcheck(run, qkv, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, qkv, fast_mode=True)
     batch = [torch.stack([tensor.detach(), 2 * tensor.detach()]) for tensor in qkv]
     close = torch.testing.assert_close
-    close(torch.vmap(run)(*batch), torch.stack([run(*(tensor[i] for tensor in batch)) for i in range(2)]))
+    found = torch.vmap(run)(*batch)
+    apart = [run(*(tensor[i] for tensor in batch)) for i in range(2)]
+    close(tuple(found), tuple(torch.stack(each) for each in zip(*apart, strict=True)))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -343,14 +351,14 @@ def test_flex_attention_sees_the_same(shape, block, per_head, causal, training):
     layouts = [bs.BlockLayout(torch.rand(grid) < 0.5, block) for _ in range(2 if per_head else 1)]
     q, k, v = (tensor.detach() for tensor in draw(shape, heads=2, d=16, d_v=16, dtype=torch.float32))
     q.requires_grad_(training)
-    seen = _check(q, k, v, layouts if per_head else layouts[0])
+    seen, _ = check_operands(q, k, v, layouts if per_head else layouts[0])
     tiles = []
 
     def kernel(*args, block_mask, **options):
         tiles.append((block_mask.BLOCK_SIZE, options["kernel_options"].get("BLOCK_M")))
         return flex_attention(*(each.detach() for each in args), block_mask=block_mask, **options)
 
-    found = flex(q, k, v, seen, causal, 0.25, kernel)
+    found = flex(q, k, v, seen, Rules(right=0 if causal else None, scale=0.25), kernel)
     # The backward pass, not on a CPU, and the kernel for few queries take all of them, or 128, at once.
     assert tiles == [((128, 128), None) if training or shape[0] < 128 else ((32, 32), 32)]
     mask = torch.stack([dense_mask(layout, causal) for layout in layouts])
@@ -362,7 +370,7 @@ def test_heads_with_different_blocks():
     q, k, v = (tensor.detach() for tensor in draw((64, 64), heads=2, d=16, d_v=16, dtype=torch.float32))
     expected = dense_attention(q, k, v, torch.stack([dense_mask(layout, False) for layout in layouts]))
     torch.testing.assert_close(bs.nn.attention(q, k, v, layouts), expected)
-    torch.testing.assert_close(flex(q, k, v, layouts, False, 0.25, flex_attention), expected)
+    torch.testing.assert_close(flex(q, k, v, layouts, Rules(scale=0.25), flex_attention), expected)
 
 
 def test_nothing_to_do():
@@ -378,9 +386,10 @@ def test_bad_input():
     for args, message in [
         ((q[0], k, v, layout), r"q: expected a tensor \[batch, heads, tokens, d\], got \[3, 8, 4\]"),
         ((q, k.float(), v, layout), "k: expected floating point, the dtype and the device of q"),
-        ((q, k[..., :3], v, layout), r"k: expected \[2, 3, keys, 4\], as of q, got \[2, 3, 8, 3\]"),
+        ((q, k[..., :3], v, layout), r"k: expected \[2, heads, keys, 4\], as of q, got \[2, 3, 8, 3\]"),
+        ((q, k[:, :2], v[:, :2], layout), r"k: expected \[2, 3, keys, 4\], as of q, or fewer heads that divide 3, got"),
         ((q, k, v[:, :, :4], layout), r"v: expected \[2, 3, 8, d_v\], as of k, got \[2, 3, 4, 5\]"),
-        ((q[:, :, :4], k, v, layout), r"layout: expected the shape \(queries, keys\) = \(4, 8\)"),
+        ((q, k[:, :, :4], v[:, :, :4], layout), r"layout: expected the shape \(queries, keys\) = \(8, 4\)"),
         ((q, k, v, [layout]), "layout: expected one for each of 3 heads, got 1 layouts"),
         ((q, k, v, None), "layout: expected a BlockLayout, got NoneType"),
     ]:
@@ -395,7 +404,7 @@ def test_bad_input():
             bs.nn.attention(q, k, v, layout, **options)
     halves = [torch.randn(1, 1, 8, 16, dtype=torch.float16) for _ in range(3)]
     with pytest.raises(bs.BlockSparseError, match=r"q: expected torch.float32 or torch.float64, got torch.float16"):
-        cpu.forward(*halves, layout, False)
+        cpu.forward(*halves, layout, Rules())
 
 
 def test_the_reference_of_these_tests():
@@ -425,9 +434,9 @@ def test_on_a_gpu(dtype, most, causal):
 @pytest.mark.parametrize(
     ("queries", "keys", "remedy"),
     [
-        (24, 40, r"layout\.crop\(24, 40\)"),
+        (24, 40, r"layout\.crop\(24, 40\) has it; if the queries are the last ones, layout\.crop\(40, 40\)"),
         (96, 48, r"make a layout for the longest inputs, and use layout\.crop"),
-        (44, 48, r"pad q, k and v to multiples of the block \(8, 8\)"),
+        (37, 37, r"in whole blocks, \(40, 40\): layout\.crop\(40, 40\) has it"),
     ],
 )
 def test_a_mask_of_another_length_is_told_how_to_fit(queries, keys, remedy):

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checked import shape_of
+from ...checked import number
 from ...errors import BlockSparseError
-from ...layout import BlockLayout, check_layout
+from ...layout import BlockLayout
 from ..checks import autocast, in_autocast, without_autocast
 from ..graph_layout import is_exporting
 from . import gathered
+from .arguments import check_documents, check_lengths, check_operands, check_sinks, check_window
 from .op import ATTENTION, in_graph
+from .rules import Rules, add_sinks, data_spans
 
 __all__ = ["attention"]
 
@@ -27,26 +29,43 @@ def attention(
     k: Tensor,
     v: Tensor,
     layout: BlockLayout | Sequence[BlockLayout],
-    *,
     causal: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    *,
+    window_size: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
     """Return softmax(scale q k^T) v, where each query sees only the keys of the stored blocks in its row.
 
     Args:
         q: `[batch, heads, queries, d]`.
-        k: `[batch, heads, keys, d]`.
-        v: `[batch, heads, keys, d_v]`.
-        layout: of shape (queries, keys); one for all heads, or a list with one per head.
-        causal: query i sees only keys j <= i of these keys. Leave it False if the queries are the end of a longer text,
-            and choose the blocks instead.
+        k: `[batch, key heads, keys, d]`. If it has fewer heads than q, neighbouring heads of q share one.
+        v: `[batch, key heads, keys, d_v]`.
+        layout: of shape (queries, keys), rounded up to whole blocks; one for all heads, or a list with one per head of
+            q. If there are fewer queries than keys, a layout of shape (keys, keys) serves its last rows.
+        causal: query i sees only keys up to its own position. Queries end where the keys end, so this position is
+            i + keys - queries.
         scale: the factor of the scores; d^-0.5 by default.
+        window_size: (left, right), the keys that a query sees before and after its position, -1 for all. The limits
+            hold for single keys, within blocks too.
+        cu_seqlens: ints from 0 up to the number of keys, the starts of packed documents and the end of the last one.
+            A query sees only keys of its own document.
+        lengths: `[batch]`, the number of keys of each sequence; later keys are padding, which no query sees.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: `[heads]`, a learned score per head that counts in the sum of the softmax, and has no value.
+        dropout_p: the probability to drop a weight; the random numbers are drawn with PyTorch's generator.
+        return_lse: whether to return also the logarithm of each softmax's sum.
 
-    Time and memory grow with the number of stored blocks. A GPU runs PyTorch's FlexAttention with a `BlockMask` made of
-    the layout, a CPU runs a kernel of the compiled core. On other devices, on a GPU in float64, and in PyTorch's
-    transforms, the keys of each row are gathered for `scaled_dot_product_attention`. A compiled graph contains
-    FlexAttention or one op, whose backward pass computes the forward pass again; each layout is compiled separately. An
-    exported graph contains PyTorch's own operations only, and grows with the rows of blocks.
+    Time and memory grow with the number of visible blocks. A GPU runs PyTorch's FlexAttention with a `BlockMask` made
+    of the layout, a CPU runs a kernel of the compiled core. On other devices, on a GPU in float64 or with `cu_seqlens`,
+    `lengths`, `sinks`, dropout or `return_lse`, and in PyTorch's transforms, the keys of each row are gathered for
+    dense products. A compiled graph contains FlexAttention or one op; each layout is compiled separately. An exported
+    graph contains PyTorch's own operations only, and grows with the rows of blocks.
 
     FlexAttention works in tiles. Without gradients and with 128 queries or more, a tile is as large as the blocks: 32,
     64 or 128. For random blocks of 32, density 0.1, 8192 tokens, d 64 and bfloat16, the forward pass on an H100 is 3.8
@@ -56,11 +75,13 @@ def attention(
     Under `torch.autocast`, q, k and v are cast, as for `scaled_dot_product_attention`.
 
     Returns:
-        `[batch, heads, queries, d_v]`; exactly 0 for queries that see no key.
+        `[batch, heads, queries, d_v]`; exactly 0 for queries that see no key. With `return_lse`, a tuple with
+        `[batch, heads, queries]` in the dtype of the sums; -inf for queries that see no key.
 
     Raises:
-        BlockSparseError: shapes do not fit each other or the layout, dtypes or devices are mixed, or the number of
-            layouts in a list is not the number of heads.
+        BlockSparseError: shapes do not fit each other or the layout, dtypes or devices are mixed, the number of
+            layouts in a list is not the number of heads, or an option is out of range. Values of `cu_seqlens` and
+            `lengths` are checked on the CPU, outside of compiled graphs.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -71,67 +92,52 @@ def attention(
         >>> dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         >>> torch.allclose(y, dense, atol=1e-5)
         True
+        >>> last = bs.nn.attention(q[:, :, -1:], k, v, layout, causal=True)  # as in decoding with a cache
+        >>> torch.allclose(last, y[:, :, -1:], atol=1e-5)
+        True
 
     Source: Child et al., Generating long sequences with sparse transformers (2019); Dong et al., Flex attention (2024).
     """
     if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and in_autocast(q):
         q, k, v = (autocast(tensor, tensor, None)[0] for tensor in (q, k, v))
         with without_autocast(q.device):
-            return attention(q, k, v, layout, causal=causal, scale=scale)
-    layouts = _check(q, k, v, layout)
+            return attention(
+                q, k, v, layout, causal, scale, window_size=window_size, cu_seqlens=cu_seqlens, lengths=lengths,
+                softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse,
+            )  # fmt: skip
+    layouts, row = check_operands(q, k, v, layout)
     if not isinstance(causal, bool | np.bool_):
         raise BlockSparseError.expected("causal", "a bool", repr(causal))
     if scale is not None and not isinstance(scale, Real):
         raise BlockSparseError.expected("scale", "a number or None", repr(scale))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    queries, keys = q.shape[2], k.shape[2]
+    left, right = check_window(window_size, bool(causal))
+    cap = 0.0 if softcap is None else number("softcap", softcap, 1e-30)
+    p = number("dropout_p", dropout_p, 0, below=1)
+    check_sinks(sinks, q)
+    spans = None
+    if cu_seqlens is not None or lengths is not None:
+        documents = check_documents(cu_seqlens, queries, keys, q.device)
+        spans = data_spans(queries, keys, left, right, documents, check_lengths(lengths, q, keys))
+    rules = Rules(row, left, right, spans, scale, cap, p, draw_seed(p, q.device))
+    y, lse = run_attention(q, k, v, layouts, rules, sinks, return_lse)
+    return (y, lse) if return_lse else y
+
+
+def run_attention(
+    q: Tensor, k: Tensor, v: Tensor, layouts: list[BlockLayout], rules: Rules, sinks: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return attention of checked operands, and its log-sum-exp if it is asked for."""
     backend = ATTENTION.on(q.device, q.dtype)
     # Exported graphs use PyTorch's own operations, so that other runtimes can run them.
     if backend is gathered and torch.compiler.is_compiling() and not is_exporting():
-        return in_graph(q, k, v, layouts, bool(causal), scale)
-    y: Tensor = backend.attention(q, k, v, layouts, bool(causal), scale)
-    return y
-
-
-def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
-    """Check the tensors and layouts; return one layout if all are equal, else one per head."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
-        if tensor.dtype != q.dtype or tensor.device != q.device or not tensor.is_floating_point():
-            expected = f"floating point, the dtype and the device of q, {q.dtype} and {q.device}"
-            raise BlockSparseError.expected(name, expected, f"{tensor.dtype} and {tensor.device}")
-    batch, heads, queries, d = q.shape
-    if list(k.shape[:2]) != [batch, heads] or k.shape[3] != d:
-        raise BlockSparseError.expected("k", f"[{batch}, {heads}, keys, {d}], as of q", list(k.shape))
-    # Separate comparisons, because a graph with dynamic sizes has a node for each.
-    if v.shape[0] != batch or v.shape[1] != heads or v.shape[2] != k.shape[2]:
-        raise BlockSparseError.expected("v", f"[{batch}, {heads}, {k.shape[2]}, d_v], as of k", list(v.shape))
-    layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    if isinstance(layout, Sequence) and len(layouts) != heads:
-        raise BlockSparseError.expected("layout", f"one for each of {heads} heads", f"{len(layouts)} layouts")
-    for each in layouts:
-        check_layout(each)
-        if each.shape[0] != queries or each.shape[1] != k.shape[2]:
-            raise _other_shape(each, queries, k.shape[2])
-    return layouts[:1] if _all_equal(*layouts) else layouts
-
-
-def _all_equal(*layouts: BlockLayout) -> bool:
-    return len(set(layouts)) == 1
-
-
-# Dynamo calls this function, because it cannot trace how layouts are compared.
-_all_equal._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
-    """Return the error for a layout of a wrong shape, with the best remedy."""
-    expected = f"the shape (queries, keys) = ({queries}, {keys})"
-    height, width = layout.block_shape
-    if queries % height or keys % width:
-        remedy = f"pad q, k and v to multiples of the block {layout.block_shape}, or use a block size that divides both"
-    elif queries <= layout.shape[0] and keys <= layout.shape[1]:
-        remedy = f"layout.crop({queries}, {keys}) has it"
+        y, lse = in_graph(q, k, v, layouts, rules)
     else:
-        remedy = "make a layout for the longest inputs, and use layout.crop(queries, keys) for others"
-    return BlockSparseError.expected("layout", f"{expected}: {remedy}", repr(layout))
+        y, lse = backend.attention(q, k, v, layouts, rules, return_lse or sinks is not None)
+    return (y, lse) if sinks is None else add_sinks(y, lse, sinks)
+
+
+def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Draw the seed of dropout with PyTorch's generator; None without dropout."""
+    return torch.randint(2**63 - 1, (), device=device) if dropout_p else None

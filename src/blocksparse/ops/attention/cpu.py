@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,8 @@ from ..cpu_plan import check_int32
 from ..registry import can_bypass_dispatcher, needs_grad
 from ..torch_op import call_per_batched_grad
 from . import gathered
+from .gathered import Result
+from .rules import Rules, spans_of
 
 # The core needs a multiple of this number of features: whole vectors of any instruction set.
 FEATURE_STEP = 16
@@ -37,38 +38,66 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return cpu_core.unsupported_reason(device, dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
+) -> Result:
     pytorch_is_faster = q.dtype == torch.bfloat16 and cpu_core.isa() in BFLOAT16_ISAS
     if pytorch_is_faster or layouts[0].block_shape[1] < MIN_BLOCK_KEYS or not can_bypass_dispatcher(q, k, v):
-        return gathered.attention(q, k, v, layouts, causal, scale)
-    return gathered.by_layout(q, k, v, layouts, partial(_of_layout, causal, scale))
+        return gathered.attention(q, k, v, layouts, rules, return_lse)
+    return gathered.by_layout(q, k, v, layouts, rules, return_lse, _of_layout)
 
 
-def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+def _of_layout(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, return_lse: bool) -> Result:
     """Return attention of heads that share this layout."""
-    if gathered.is_dense(layout, scale):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    if (options := gathered.dense_options(q, k, layout, rules, return_lse)) is not None:
+        return F.scaled_dot_product_attention(q, k, v, **options), None
+    plain = not (needs_grad(q, k, v) or rules.changes_weights or return_lse)
+    if q.shape[2] == 1 and rules.spans is None and plain:
+        return _one_query(q, k, v, layout, rules), None
     dtype, d_v = q.dtype, v.shape[-1]
-    q, k, v = (_whole_vectors(tensor.to(accumulator(dtype))) for tensor in (q, k, v))
-    q = q * scale
+    q, k, v, rules = _operands(q, k, v, rules)
     if needs_grad(q, k, v):
-        recorded: Callable[..., Tensor] = _Attention.apply
-        y = recorded(layout, causal, q, k, v)
+        recorded: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+        y, lse = recorded(layout, rules, q, k, v)
     else:
-        y, _ = forward(q, k, v, layout, causal)
-    return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype)
+        y, lse = forward(q, k, v, layout, rules)
+    return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype), lse if return_lse else None
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules) -> Tensor:
+    """Return attention of the last query, as in decoding: its keys are few slices of the cache, which is not copied."""
+    (batch, heads, _, d), (kv_heads, keys) = q.shape, k.shape[1:3]
+    (height, width), row = layout.block_shape, rules.row
+    start = layout.row_start
+    cols = layout.col_of_block[start[row // height] : start[row // height + 1]].astype(np.int64)
+    breaks = np.flatnonzero(np.diff(cols) != 1)
+    first = 0 if rules.left is None else max(keys - 1 - rules.left, 0)
+    begins = np.maximum(cols[np.append(0, breaks + 1)] * width, first) if cols.size else cols
+    ends = np.minimum((cols[np.append(breaks, -1)] + 1) * width, keys) if cols.size else cols
+    slices = [slice(int(begin), int(end)) for begin, end in zip(begins, ends, strict=True) if begin < end]
+    if not slices:
+        return v.new_zeros(batch, heads, 1, v.shape[-1])
+    k, v = (x[:, :, slices[0]] if len(slices) == 1 else torch.cat([x[:, :, s] for s in slices], 2) for x in (k, v))
+    y = F.scaled_dot_product_attention(q.reshape(batch, kv_heads, heads // kv_heads, d), k, v, scale=rules.scale)
+    return y.reshape(batch, heads, 1, v.shape[-1])
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor, Tensor, Rules]:
+    """Return the operands in the core's dtypes and sizes, with q scaled, and the rules for them."""
+    q, k, v = (_whole_vectors(tensor.to(accumulator(tensor.dtype))) for tensor in (q, k, v))
+    return q * rules.scale, k, v, rules._replace(scale=1.0)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v from that of y, without autograd."""
-    q_, k_, v_, grad_ = (_whole_vectors(each.to(accumulator(q.dtype))) for each in (q, k, v, grad))
-    q_ = q_ * scale
-    y, log_sum = forward(q_, k_, v_, layout, causal)
-    grads = [each for each in backward(q_, k_, v_, y, log_sum, grad_, layout, causal) if each is not None]
-    grads[0] = grads[0] * scale
-    return tuple(each[..., : like.shape[-1]].to(like.dtype) for each, like in zip(grads, (q, k, v), strict=True))
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None,
+    layout: BlockLayout, rules: Rules,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v from those of y and of its log-sum-exp, without autograd."""
+    q_, k_, v_, unscaled = _operands(q, k, v, rules)
+    y_, grad_ = (_whole_vectors(each.to(q_.dtype)) for each in (y, grad))
+    grads = [each for each in backward(q_, k_, v_, y_, lse, grad_, grad_lse, layout, unscaled) if each is not None]
+    grads[0] = grads[0] * rules.scale
+    return [each[..., : like.shape[-1]].to(like.dtype) for each, like in zip(grads, (q, k, v), strict=True)]
 
 
 def _whole_vectors(tensor: Tensor) -> Tensor:
@@ -79,47 +108,53 @@ def _whole_vectors(tensor: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: BlockLayout, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, log_sum = forward(q, k, v, layout, causal)
-        ctx.layout, ctx.causal = layout, causal
-        ctx.save_for_backward(q, k, v, y, log_sum)
-        return y
+    def forward(ctx: Any, layout: BlockLayout, rules: Rules, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        y, lse = forward(q, k, v, layout, rules)
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.rules = layout, rules
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, y, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Any:
+        q, k, v, y, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
+        if grad is None:
+            grad = torch.zeros_like(y)
 
-        def gradients(grad: Tensor) -> Sequence[Tensor | None]:
-            if torch.is_grad_enabled() or not can_bypass_dispatcher(grad):
-                return _differentiable(q, k, v, ctx.layout, ctx.causal, grad)
-            return backward(q, k, v, y, log_sum, grad, ctx.layout, ctx.causal, needed)
+        def gradients(grad: Tensor, *more: Tensor) -> Sequence[Tensor | None]:
+            if torch.is_grad_enabled() or not can_bypass_dispatcher(grad, *more):
+                return _differentiable(q, k, v, ctx.layout, ctx.rules, grad, *more)
+            return backward(q, k, v, y, lse, grad, more[0] if more else None, ctx.layout, ctx.rules, needed)
 
-        return None, None, *call_per_batched_grad(gradients, grad)
+        more = () if grad_lse is None else (grad_lse,)
+        return None, None, *call_per_batched_grad(gradients, grad, *more)
 
 
 def _differentiable(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, *grads: Tensor
 ) -> Sequence[Tensor | None]:
     """Return the gradients, computed by operations that autograd can differentiate again."""
     create_graph = torch.is_grad_enabled()
     inputs = [tensor for tensor in (q, k, v) if tensor.requires_grad]
     # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        y = gathered.attention(q, k, v, [layout], causal, 1.0)
-    grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=create_graph, materialize_grads=True))
-    return [next(grads) if tensor.requires_grad else None for tensor in (q, k, v)]
+        outputs = gathered.attention(q, k, v, [layout], rules, return_lse=len(grads) > 1)
+    given = [output for output in outputs if output is not None]
+    results = iter(torch.autograd.grad(given, inputs, grads, create_graph=create_graph, materialize_grads=True))
+    return [next(results) if tensor.requires_grad else None for tensor in (q, k, v)]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return y, and for each query the logarithm of the sum of the exponentials of its scores.
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules) -> tuple[Tensor, Tensor]:
+    """Return y, and for each query the logarithm of the sum of the exponentials of its scores, -inf without keys.
 
     Args:
-        q, k, v: `[batch, heads, queries or keys, features]` in float32 or float64; features are a multiple of
-            `FEATURE_STEP`, and q is scaled.
+        q: `[batch, heads, queries, features]` in float32 or float64; features are a multiple of `FEATURE_STEP`, and q
+            is scaled.
+        k, v: `[batch, key heads, keys, features]`, as q.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    common, query_shape, y_shape = _common(q, k, v, layout, causal)
+    common, query_shape, y_shape, _, _ = _common(q, k, v, layout, rules)
     y, log_sum = workspace.empty(y_shape, q.dtype, q.device), q.new_empty(query_shape)
     cpu_core.core().attention_forward(
         **common, y=address("y", y, y_shape, q.dtype), log_sum=address("log_sum", log_sum, query_shape, q.dtype)
@@ -127,15 +162,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool) 
     return y, log_sum
 
 
+def rows_of_call(layout: BlockLayout, rules: Rules, queries: int) -> tuple[BlockLayout, Rules]:
+    """Return the rows of a layout that the queries of a call need, and the rules for these."""
+    if rules.row == 0:
+        return layout, rules
+    height = layout.block_shape[0]
+    first = rules.row // height
+    return layout[first : -(-(rules.row + queries) // height)], rules._replace(row=rules.row - first * height)
+
+
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, layout: BlockLayout, causal: bool,
-    needed: Sequence[bool] = (True, True, True),
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, grad_lse: Tensor | None,
+    layout: BlockLayout, rules: Rules, needed: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k and v from that of y; None for q if it is not needed, for k and v if neither is."""
     q, k, v, grad, log_sum = (tensor.contiguous() for tensor in (q, k, v, grad, log_sum))
-    common, query_shape, y_shape = _common(q, k, v, layout, causal)
+    common, query_shape, y_shape, layout, _ = _common(q, k, v, layout, rules)
     check_tensors(q.dtype, q.device, y=(y, y_shape), grad=(grad, y_shape))
     delta = (grad * y).sum(-1)
+    if grad_lse is not None:
+        check_tensors(q.dtype, q.device, grad_lse=(grad_lse, query_shape))
+        delta = delta - grad_lse
     # The core computes the gradients of keys and values together; address 0 means that it skips one.
     keys = needed[1] or needed[2]
     grad_q, grad_k, grad_v = (
@@ -154,9 +201,12 @@ def backward(
 
 
 def _common(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool
-) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
-    """Return the arguments that both passes share, the shape of a number per query, and the shape of y."""
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules
+) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...], BlockLayout, Tensor | None]:
+    """Return the arguments that both passes share, the shape of a number per query, and the shape of y.
+
+    Also return the rows of the layout, and the spans, which must live until the core has read them.
+    """
     check_int32(layout)
     if q.dtype not in (torch.float32, torch.float64):
         raise BlockSparseError.expected("q", "torch.float32 or torch.float64", q.dtype)
@@ -164,20 +214,28 @@ def _common(
         if tensor.dim() != 4 or tensor.shape[-1] % FEATURE_STEP:
             expected = f"[batch, heads, tokens, a multiple of {FEATURE_STEP}]"
             raise BlockSparseError.expected(name, expected, list(tensor.shape))
-    (batch, heads, _, d), d_v, (queries, keys) = q.shape, v.shape[-1], layout.shape
+    (batch, heads, queries, d), (_, kv_heads, keys, d_v) = q.shape, v.shape
+    layout, rules = rows_of_call(layout, rules, queries)
+    spans = spans_of(rules, queries, keys, q.device)
+    batches = 0 if spans is None else spans.shape[1]
     start, col = _rows(layout)
     common = {
         "isa": cpu_core.isa(),
         "dtype": cpu_core.DTYPES[q.dtype],
-        "sizes": (batch * heads, queries, keys, d, d_v, *layout.block_shape),
-        "causal": causal,
-        "q": address("q", q, (batch, heads, queries, d), q.dtype),
-        "k": address("k", k, (batch, heads, keys, d), q.dtype),
-        "v": address("v", v, (batch, heads, keys, d_v), q.dtype),
+        "sizes": (batch, heads, kv_heads, queries, keys, d, d_v, *layout.block_shape, rules.row),
+        "qkv": (
+            address("q", q, (batch, heads, queries, d), q.dtype),
+            address("k", k, (batch, kv_heads, keys, d), q.dtype),
+            address("v", v, (batch, kv_heads, keys, d_v), q.dtype),
+        ),
+        "spans": (address("spans", spans, (2, batches, queries), torch.int32), batches),
+        "softcap": rules.softcap,
+        "seed": 0 if rules.seed is None else int(rules.seed),
+        "drop_below": rules.drop_below,
         "start": start,
         "col": col,
     }
-    return common, (batch, heads, queries), (batch, heads, queries, d_v)
+    return common, (batch, heads, queries), (batch, heads, queries, d_v), layout, spans
 
 
 def _rows(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
 from ..checks import accumulator, always_supported
+from .rules import Rules, cap, drop
 
 # Rows of blocks are padded to the longest one of a batch; at least this fraction of a row must be blocks.
 MIN_FILLED = 0.75
@@ -25,61 +25,111 @@ MIN_FILLED = 0.75
 # At most this many blocks per batch, so that their gathered keys and values fit in the caches.
 MAX_BATCHED_BLOCKS = 256
 
+# Plans kept per layout; decoding makes one per token.
+MAX_PLANS = 8
 
 unsupported_reason = always_supported
 
-
-def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    return by_layout(q, k, v, layouts, partial(_attention, causal, scale))
+Result = tuple[Tensor, Tensor | None]
 
 
-def by_layout(
-    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout],
-    run: Callable[[Tensor, Tensor, Tensor, BlockLayout], Tensor],
-) -> Tensor:  # fmt: skip
-    """Call `run` once per distinct layout, with all heads that share it."""
-    if len(layouts) == 1:
-        return run(q, k, v, layouts[0])
-    per_head: list[Tensor] = [q] * len(layouts)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
+) -> Result:
+    return by_layout(q, k, v, layouts, rules, return_lse, _attention)
+
+
+def heads_by_layout(layouts: Sequence[BlockLayout]) -> dict[BlockLayout, list[int]]:
+    """Return the heads that share each distinct layout."""
     heads: dict[BlockLayout, list[int]] = {}
     for head, layout in enumerate(layouts):
         heads.setdefault(layout, []).append(head)
-    for layout, same in heads.items():
-        for head, y in zip(same, run(q[:, same], k[:, same], v[:, same], layout).unbind(1), strict=True):
-            per_head[head] = y
-    return torch.stack(per_head, 1)
+    return heads
 
 
-def is_dense(layout: BlockLayout, scale: float) -> bool:
-    """Return whether dense attention is equal; PyTorch masks by -infinity before scaling, so scale must be positive."""
-    return layout.nnz == math.prod(layout.grid) and scale > 0
+def select_heads(q: Tensor, k: Tensor, v: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries of some heads with their own keys and values."""
+    of_keys = [head * k.shape[1] // q.shape[1] for head in heads]
+    return q[:, heads], k[:, of_keys], v[:, of_keys]
+
+
+def rules_of_group(rules: Rules, group: int) -> Rules:
+    """Return the rules with a seed of their own, so that groups of heads drop different weights."""
+    return rules if rules.seed is None else rules._replace(seed=rules.seed + group)
+
+
+def by_layout(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool,
+    run: Callable[[Tensor, Tensor, Tensor, BlockLayout, Rules, bool], Result],
+) -> Result:  # fmt: skip
+    """Call `run` once per distinct layout, with all heads that share it."""
+    if len(layouts) == 1:
+        return run(q, k, v, layouts[0], rules, return_lse)
+    outputs: list[Any] = [None] * len(layouts)
+    for group, (layout, heads) in enumerate(heads_by_layout(layouts).items()):
+        y, lse = run(*select_heads(q, k, v, heads), layout, rules_of_group(rules, group), return_lse)
+        for i, head in enumerate(heads):
+            outputs[head] = y[:, i], None if lse is None else lse[:, i]
+    ys, lses = zip(*outputs, strict=True)
+    return torch.stack(ys, 1), torch.stack(lses, 1) if return_lse else None
+
+
+def dense_options(q: Tensor, k: Tensor, layout: BlockLayout, rules: Rules, return_lse: bool) -> dict[str, Any] | None:
+    """Return the options of PyTorch's dense attention if it is equal; it masks before scaling, so scale must be > 0."""
+    stores_all = layout.nnz == math.prod(layout.grid) and rules.scale > 0
+    if not stores_all or return_lse or rules.changes_weights or rules.spans is not None or rules.left is not None:
+        return None
+    if rules.right is not None and (rules.right != 0 or q.shape[2] != k.shape[2]):
+        return None
+    return {"is_causal": rules.right == 0, "scale": rules.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+
+
+# -- plans -------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the queries of a call are in a layout, and their window."""
+
+    row: int
+    queries: int
+    keys: int
+    left: int | None
+    right: int | None
 
 
 class _RowGroup:
     """Rows of blocks that are computed in one batch.
 
-    rows: int64 `[n]`.
+    rows: int64 `[n]`, counted from the row of the first query.
     cols: int64 `[n * longest]`, the columns of the rows' blocks; a row's last one is repeated as padding.
-    mask: bool `[n, block_q or 1, longest * block_k]`, the visible keys, or all for a query without any, because softmax
-        needs one. None if every row sees all of its keys.
-    seen: bool `[n, block_q, 1]`, the queries that see a key; None if all do.
+    keys: int64 `[n, 1, longest * block_k]`, the numbers of the keys.
+    queries: int64 `[n, block_q, 1]`, the numbers of the queries, negative before the first one.
+    allowed: bool `[n, block_q or 1, longest * block_k]`, the visible keys. None if every row sees all of its keys.
+    hidden: bool `[n, longest * block_k, 1]`, the keys that no query of a row sees; None if there are none but padding.
     """
 
-    def __init__(self, layout: BlockLayout, rows: np.ndarray, causal: bool):
+    def __init__(self, layout: BlockLayout, place: Place, first_row: int, rows: np.ndarray):
         crow, col = layout.row_start, layout.col_of_block
         height, width = layout.block_shape
         counts = np.diff(crow)[rows]
-        place = np.arange(counts.max())
-        cols = col[crow[rows][:, None] + np.minimum(place, counts[:, None] - 1)].astype(np.int64)
-        allowed = np.repeat(place < counts[:, None], width, axis=1)[:, None, :]
-        if causal:
-            keys = (cols[:, :, None] * width + np.arange(width)).reshape(len(rows), 1, -1)
-            queries = rows[:, None, None] * height + np.arange(height)[:, None]
-            allowed = allowed & (keys <= queries)
-        seen = allowed.any(-1, keepdims=True)
+        index = np.arange(counts.max())
+        cols = col[crow[rows][:, None] + np.minimum(index, counts[:, None] - 1)].astype(np.int64)
+        keys = (cols[:, :, None] * width + np.arange(width)).reshape(len(rows), 1, -1)
+        queries = (rows + first_row)[:, None, None] * height + np.arange(height)[:, None] - place.row
+        position = queries + place.keys - place.queries
+        stored = np.repeat(index < counts[:, None], width, axis=1)[:, None, :]
+        allowed = stored & (keys < place.keys)
+        if place.left is not None:
+            allowed = allowed & (keys >= position - place.left)
+        if place.right is not None:
+            allowed = allowed & (keys <= position + place.right)
+        real = (queries >= 0) & (queries < place.queries)
+        allowed = allowed if real.all() else allowed & real
+        hidden = ~allowed.any(1)
         self.rows, self.cols = torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(cols.reshape(-1))
-        self.mask = None if allowed.all() else torch.from_numpy(allowed | ~seen)
-        self.seen = None if seen.all() else torch.from_numpy(seen)
+        self.keys, self.queries = torch.from_numpy(keys), torch.from_numpy(queries)
+        self.allowed = None if allowed.all() else torch.from_numpy(allowed)
+        self.hidden = torch.from_numpy(hidden[..., None]) if (hidden & stored[:, 0]).any() else None
 
     def to(self, device: torch.device) -> _RowGroup:
         for name, tensor in vars(self).items():
@@ -90,20 +140,21 @@ class _RowGroup:
 Plan = tuple[list[_RowGroup], Tensor]
 
 
-def _plan_on(layout: BlockLayout, causal: bool, device: torch.device) -> Plan:
+def _plan_on(layout: BlockLayout, place: Place, device: torch.device) -> Plan:
     """Return `_plan` with real tensors on the device, even while the call is traced."""
-
-    def make() -> Plan:
+    plans: dict[Place, Plan] = layout.derived(("attention", device), dict)
+    if place not in plans:
+        if len(plans) == MAX_PLANS:
+            plans.clear()
         with _disable_current_modes():
-            groups, place = _plan(layout, causal)
-            return [rows.to(device) for rows in groups], place.to(device)
+            groups, order = _plan(layout, place)
+            plans[place] = [rows.to(device) for rows in groups], order.to(device)
+    return plans[place]
 
-    return layout.derived(("attention", causal, device), make)
 
-
-def _plan_while_tracing(layout: BlockLayout, causal: bool, device: torch.device) -> bool:
+def _plan_while_tracing(layout: BlockLayout, device: torch.device, *place: Any) -> bool:
     """Make the plan when torch.compile traces, and keep it out of the graph."""
-    _plan_on(layout, causal, device)
+    _plan_on(layout, Place(*place), device)
     return True
 
 
@@ -111,88 +162,154 @@ def _plan_while_tracing(layout: BlockLayout, causal: bool, device: torch.device)
 _plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _plan(layout: BlockLayout, causal: bool) -> Plan:
-    """Return the rows of a layout in batches, the longest first, and the position of each row; empty rows are last."""
-    if causal:
-        height, width = layout.block_shape
-        rows, cols = layout.row_of_block, layout.col_of_block
-        some = cols.astype(np.int64) * width < (rows.astype(np.int64) + 1) * height
-        layout = BlockLayout.from_indices(rows[some], cols[some], layout.grid, layout.block_shape)
+def _block_rows(layout: BlockLayout, place: Place) -> tuple[int, int]:
+    """Return the first block row of the queries, and the end of these rows."""
+    height = layout.block_shape[0]
+    return place.row // height, -(-(place.row + place.queries) // height)
+
+
+def _plan(layout: BlockLayout, place: Place) -> Plan:
+    """Return the rows of the queries in batches, the longest first, and the position of each; empty rows are last."""
+    first, end = _block_rows(layout, place)
+    layout = _visible_blocks(layout[first:end], place._replace(row=place.row - first * layout.block_shape[0]))
     counts = np.diff(layout.row_start)
     order = np.argsort(-counts, kind="stable")
     filled = np.count_nonzero(counts)
     groups, begin = [], 0
     while begin < filled:
         least = MIN_FILLED * counts[order[begin]]
-        end = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
-        end = min(end, begin + max(1, MAX_BATCHED_BLOCKS // int(counts[order[begin]])))
-        groups.append(_RowGroup(layout, order[begin:end], causal))
-        begin = end
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return groups, torch.from_numpy(place)
+        stop = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
+        stop = min(stop, begin + max(1, MAX_BATCHED_BLOCKS // int(counts[order[begin]])))
+        groups.append(_RowGroup(layout, place, first, order[begin:stop]))
+        begin = stop
+    at = np.empty_like(order)
+    at[order] = np.arange(len(order))
+    return groups, torch.from_numpy(at)
 
 
-def _attention(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
-    """Return attention of heads that share this layout."""
-    if is_dense(layout, scale):
-        return _dense_attention(q, k, v, is_causal=causal, scale=scale)
-    batch, heads, queries, _ = q.shape
+def _visible_blocks(layout: BlockLayout, place: Place) -> BlockLayout:
+    """Return the layout without the blocks whose keys are outside of the windows of all their queries."""
     height, width = layout.block_shape
+    rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
+    first = np.maximum(rows * height - place.row, 0) + place.keys - place.queries
+    last = np.minimum((rows + 1) * height - place.row, place.queries) - 1 + place.keys - place.queries
+    some = cols * width < place.keys
+    if place.left is not None:
+        some &= (cols + 1) * width > first - place.left
+    if place.right is not None:
+        some &= cols * width <= last + place.right
+    return layout.select(some)
+
+
+# -- forward -----------------------------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """The plan of a call, and its operands by blocks of rows: `[batch * heads, blocks, block, features]`."""
+
+    groups: list[_RowGroup]
+    order: Tensor
+    front: int
+    operands: list[Tensor]
+    spans: Tensor | None  # [2, batch * heads or 1, block rows, block_q, 1]
+
+
+def _blocks_of(layout: BlockLayout, rules: Rules, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> _Blocks:
+    """Split tensors of queries and of keys, `[batch, heads, tokens, any]`, into the blocks of a layout."""
+    q, k = of_queries[0], of_keys[0]
+    heads, (height, width) = q.shape[1], layout.block_shape
+    place = Place(rules.row, int(q.shape[2]), int(k.shape[2]), rules.left, rules.right)
     if torch.compiler.is_dynamo_compiling():
-        _plan_while_tracing(layout, causal, q.device)
-    groups, place = _plan_on(layout, causal, q.device)
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    blocks = q.unflatten(1, (-1, height)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, width))
-    outputs = [_attention_of_rows(rows, *blocks, scale) for rows in groups]
-    empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in outputs), height, v.shape[-1])
+        _plan_while_tracing(layout, q.device, *place)
+    groups, order = _plan_on(layout, place, q.device)
+    first, end = _block_rows(layout, place)
+    front = place.row - first * height
+    back = (end - first) * height - front - place.queries
+    operands = [_split(each, front, back, height) for each in of_queries]
+    operands += [
+        _split(each.repeat_interleave(heads // each.shape[1], 1), 0, layout.shape[1] - place.keys, width)
+        for each in of_keys
+    ]
+    spans = rules.spans
+    if spans is not None:
+        spans = F.pad(spans, (front, back)).unflatten(2, (-1, height)).unsqueeze(-1)
+        spans = spans.repeat_interleave(heads, 1) if spans.shape[1] > 1 else spans
+    return _Blocks(groups, order, front, operands, spans)
+
+
+def _split(tensor: Tensor, front: int, back: int, block: int) -> Tensor:
+    padded = F.pad(tensor, (0, 0, front, back)) if front or back else tensor
+    blocks: Tensor = padded.flatten(0, 1).unflatten(1, (-1, block))
+    return blocks
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, return_lse: bool = False) -> Result:
+    """Return attention of heads that share this layout."""
+    if (options := dense_options(q, k, layout, rules, return_lse)) is not None:
+        return _dense_attention(q, k, v, **options), None
+    batch, heads, queries, _ = q.shape
+    blocks = _blocks_of(layout, rules, [q], [k, v])
+    outputs = [_attention_of_rows(rows, blocks, rules, return_lse) for rows in blocks.groups]
+    empty = len(blocks.order) - sum(y.shape[1] for y, _ in outputs)
+    zeros = v.new_zeros(batch * heads, empty, layout.block_shape[0], v.shape[-1])
     if not outputs:
-        empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
-    y = torch.cat([*outputs, empty], 1)
-    return y.index_select(1, place).reshape(batch, heads, queries, v.shape[-1])
-
-
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v from that of y, without autograd."""
-    groups, _ = _plan_on(layout, causal, q.device)
-    height, width = layout.block_shape
-    wide = accumulator(q.dtype)
-    q_, k_, v_, grad_ = (
-        each.to(wide).flatten(0, 1).unflatten(1, (-1, size))
-        for each, size in ((q, height), (k, width), (v, width), (grad, height))
+        zeros = zeros + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
+    parts = [[y for y, _ in outputs] + [zeros]]
+    if return_lse:
+        nothing = zeros.sum(-1, dtype=accumulator(q.dtype)) - torch.inf
+        parts.append([lse for _, lse in outputs if lse is not None] + [nothing])
+    y, *lse = (
+        torch.cat(each, 1).index_select(1, blocks.order).flatten(1, 2).narrow(1, blocks.front, queries)
+        for each in parts
     )
-    grads = [torch.zeros_like(each) for each in (q_, k_, v_)]
-    for rows in groups:
-        parts = _gradients_of_rows(rows, q_, k_, v_, grad_, scale)
-        for whole, index, part in zip(grads, (rows.rows, rows.cols, rows.cols), parts, strict=True):
-            whole.index_add_(1, index, part.reshape(len(whole), -1, *whole.shape[2:]))
-    return tuple(each.reshape(like.shape).to(like.dtype) for each, like in zip(grads, (q, k, v), strict=True))
+    return y.unflatten(0, (batch, heads)), lse[0].unflatten(0, (batch, heads)) if lse else None
 
 
-def _gradients_of_rows(
-    rows: _RowGroup, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
-    n = rows.rows.numel()
-    q, grad = (each.index_select(1, rows.rows) for each in (q, grad))
-    k, v = (each.index_select(1, rows.cols).reshape(len(each), n, -1, each.shape[-1]) for each in (k, v))
-    scores = scale * (q @ k.mT)
-    weights = (scores if rows.mask is None else scores.masked_fill(~rows.mask, -torch.inf)).softmax(-1)
-    grad = grad if rows.seen is None else grad.where(rows.seen, 0)
-    of_weights = grad @ v.mT
-    of_scores = scale * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-    return of_scores @ k, of_scores.mT @ q, weights.mT @ grad
+def _visible(rows: _RowGroup, spans: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the visible keys of some rows, bool `[batch * heads or 1, n, block_q or 1, keys]`, and the hidden keys."""
+    if spans is None:
+        return rows.allowed, rows.hidden
+    start, end = spans.index_select(2, rows.rows)
+    seen = (rows.keys >= start) & (rows.keys < end)
+    seen = seen if rows.allowed is None else seen & rows.allowed
+    return seen, ~seen.any(-2).unsqueeze(-1)
 
 
-def _attention_of_rows(rows: _RowGroup, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attention_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules, return_lse: bool) -> Result:
     """Return attention of some rows of blocks, `[n, rows, block, d]`; each row is a head for PyTorch's kernel."""
-    n = rows.rows.numel()
-    keys = rows.cols.numel() // n * k.shape[2]
-    k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))
-    y = _dense_attention(q.index_select(1, rows.rows), k, v, attn_mask=rows.mask, scale=scale)
-    return y if rows.seen is None else y.where(rows.seen, 0)
+    q, k, v = blocks.operands
+    seen, hidden = _visible(rows, blocks.spans)
+    q = q.index_select(1, rows.rows)
+    k, v = (_gather(each, rows, hidden) for each in (k, v))
+    some = None if seen is None else seen.any(-1, keepdim=True)
+    # Softmax needs a key, so a query without visible keys sees all, and its result is set to 0.
+    mask = seen if seen is None or some is None else seen | ~some
+    lse = None
+    if rules.changes_weights or return_lse:
+        scores = _scores(q, k, mask, rules)
+        lse = scores.logsumexp(-1)
+        y = (_dropped((scores - lse[..., None]).exp(), rows, rules) @ v.to(scores.dtype)).to(q.dtype)
+        lse = lse if some is None else lse.where(some.squeeze(-1), -torch.inf)
+    else:
+        y = _dense_attention(q, k, v, attn_mask=mask, scale=rules.scale)
+    return y if some is None else y.where(some, 0), lse
+
+
+def _gather(tensor: Tensor, rows: _RowGroup, hidden: Tensor | None) -> Tensor:
+    """Return the keys or values of some rows, `[batch * heads, n, keys, d]`, with 0 for hidden ones."""
+    gathered = tensor.index_select(1, rows.cols).reshape(len(tensor), len(rows.rows), -1, tensor.shape[-1])
+    return gathered if hidden is None else gathered.masked_fill(hidden, 0)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
+    wide = accumulator(q.dtype)
+    scores = cap(rules.scale * (q.to(wide) @ k.to(wide).mT), rules.softcap)
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+def _dropped(weights: Tensor, rows: _RowGroup, rules: Rules) -> Tensor:
+    heads = torch.arange(len(weights), device=weights.device).view(-1, 1, 1, 1)
+    return drop(weights, rules, heads, rows.queries, rows.keys)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -200,3 +317,49 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     fused = forward_ad._current_level < 0
     with nullcontext() if fused else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None,
+    layout: BlockLayout, rules: Rules,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v from those of y and of its log-sum-exp, without autograd."""
+    wide, (batch, heads) = accumulator(q.dtype), q.shape[:2]
+    delta = (grad.to(wide) * y.to(wide)).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    numbers = torch.stack([lse.to(wide), delta], -1)
+    blocks = _blocks_of(layout, rules, [q.to(wide), grad.to(wide), numbers], [k.to(wide), v.to(wide)])
+    wholes = [torch.zeros_like(blocks.operands[i]) for i in (0, 3, 4)]
+    for rows in blocks.groups:
+        parts = _gradients_of_rows(rows, blocks, rules)
+        for whole, index, part in zip(wholes, (rows.rows, rows.cols, rows.cols), parts, strict=True):
+            whole.index_add_(1, index, part.reshape(len(whole), -1, *whole.shape[2:]))
+    grads = []
+    for whole, like, front in zip(wholes, (q, k, v), (blocks.front, 0, 0), strict=True):
+        tokens = whole.flatten(1, 2).narrow(1, front, like.shape[2])
+        shared = tokens.reshape(batch, like.shape[1], heads // like.shape[1], *tokens.shape[1:])
+        grads.append(shared.sum(2).to(like.dtype))
+    return grads
+
+
+def _gradients_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
+    q, grad, numbers = (each.index_select(1, rows.rows) for each in blocks.operands[:3])
+    seen, hidden = _visible(rows, blocks.spans)
+    k, v = (_gather(each, rows, hidden) for each in blocks.operands[3:])
+    lse, delta = numbers[..., :1], numbers[..., 1:]
+    capped = cap(rules.scale * (q @ k.mT), rules.softcap)
+    weights = (capped - lse).exp()
+    of_weights = grad @ v.mT
+    if rules.dropout:
+        of_weights = _dropped(of_weights, rows, rules)
+    of_scores = rules.scale * weights * (of_weights - delta)
+    if rules.softcap:
+        of_scores = of_scores * (1 - (capped / rules.softcap) ** 2)
+    if seen is not None:
+        weights, of_scores = weights.where(seen, 0), of_scores.where(seen, 0)
+    kept = _dropped(weights, rows, rules) if rules.dropout else weights
+    return of_scores @ k, of_scores.mT @ q, kept.mT @ grad

@@ -1,7 +1,6 @@
 """The backends of attention, and PyTorch's op for attention in compiled graphs.
 
-The graph holds the layouts as index tensors, as for `registry.LayoutOp`, and the backward pass computes the forward
-pass again. Eager calls do not use PyTorch's op, so that their backward pass need not.
+The graph holds the layouts as index tensors, as for `registry.LayoutOp`.
 """
 
 from __future__ import annotations
@@ -14,56 +13,71 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...layout import BlockLayout
+from ..checks import accumulator
 from ..graph_layout import pack_layouts, unpack_layouts
 from ..registry import Op
 from ..torch_op import LIBRARY, define_op
 from . import cpu, gathered, reference, triton
+from .rules import Rules
 
 # Gathered rows serve every device.
 ATTENTION = Op("attention", triton, cpu, reference, fallback=gathered)
 
 
-def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    """Return attention through PyTorch's op."""
+def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules) -> tuple[Tensor, Tensor]:
+    """Return attention and its log-sum-exp through PyTorch's op."""
     indices, sizes_of_layouts = pack_layouts(layouts, q.device)
-    y: Tensor = torch.ops.blocksparse.attention(q, k, v, indices, sizes_of_layouts, causal, scale)
-    return y
+    left, right = (-1 if each is None else each for each in (rules.left, rules.right))
+    numbers = (rules.row, left, right, rules.scale, rules.softcap, rules.dropout)
+    y, lse = torch.ops.blocksparse.attention(q, k, v, rules.spans, rules.seed, indices, sizes_of_layouts, *numbers)
+    return y, lse
 
 
 def _layouts(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
     return [layout for layout in unpack_layouts(indices, sizes) if layout is not None]
 
 
+def _rules(
+    spans: Tensor | None, seed: Tensor | None, row: int, left: int, right: int, scale: float, softcap: float,
+    dropout: float,
+) -> Rules:  # fmt: skip
+    before, after = (None if each < 0 else each for each in (left, right))
+    return Rules(row, before, after, spans, scale, softcap, dropout, seed)
+
+
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Sequence[Tensor], sizes: Sequence[int], causal: bool, scale: float
-) -> Tensor:
-    y: Tensor = ATTENTION.on(q.device, q.dtype).attention(q, k, v, _layouts(indices, sizes), causal, scale)
-    return y.contiguous()
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, seed: Tensor | None, indices: Sequence[Tensor],
+    sizes: Sequence[int], *numbers: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rules = _rules(spans, seed, *numbers)
+    y, lse = ATTENTION.on(q.device, q.dtype).attention(q, k, v, _layouts(indices, sizes), rules, return_lse=True)
+    return y.contiguous(), lse.contiguous()
 
 
-def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
 def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, indices: Sequence[Tensor], sizes: Sequence[int], causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor, spans: Tensor | None,
+    seed: Tensor | None, indices: Sequence[Tensor], sizes: Sequence[int], *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, computed per distinct layout."""
     run: Callable[..., Sequence[Tensor]] = cpu.gradients
     if cpu.unsupported_reason(q.device, q.dtype):
         run = gathered.gradients
-    heads: dict[BlockLayout, list[int]] = {}
-    for head, layout in enumerate(_layouts(indices, sizes)):
-        heads.setdefault(layout, []).append(head)
-    if len(heads) == 1:
-        (layout,) = heads
-        return [each.contiguous() for each in run(q, k, v, grad, layout, causal, scale)]
-    grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
-    for layout, same in heads.items():
-        own = run(q[:, same], k[:, same], v[:, same], grad[:, same], layout, causal, scale)
-        for whole, part in zip(grads, own, strict=True):
-            whole[:, same] = part
+    rules, layouts = _rules(spans, seed, *numbers), _layouts(indices, sizes)
+    of_queries = y, lse, grad, grad_lse
+    groups = gathered.heads_by_layout(layouts)
+    if len(groups) == 1:
+        return [each.contiguous() for each in run(q, k, v, *of_queries, layouts[0], rules)]
+    grads = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
+    for group, (layout, heads) in enumerate(groups.items()):
+        own = [each[:, heads] for each in of_queries]
+        parts = run(*gathered.select_heads(q, k, v, heads), *own, layout, gathered.rules_of_group(rules, group))
+        for whole, part in zip(grads, parts, strict=True):
+            of_whole = torch.tensor([head * whole.shape[1] // q.shape[1] for head in heads], device=q.device)
+            whole.index_add_(1, of_whole, part)
     return grads
 
 
@@ -73,35 +87,48 @@ def _attention_backward_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> lis
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     """Save the tensors for the backward pass of a graph."""
-    q, k, v, indices, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *indices)
+    q, k, v, spans, seed, indices, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, spans, seed, *indices)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     """Return the gradients of the op's arguments; differentiable if gradients are enabled."""
-    q, k, v, *indices = ctx.saved_tensors
+    q, k, v, y, lse, spans, seed, *indices = ctx.saved_tensors
     if torch.is_grad_enabled():
-        grads = _differentiable(q, k, v, grad, _layouts(indices, ctx.rest[0]), *ctx.rest[1:])
+        sizes, *numbers = ctx.rest
+        rules = _rules(spans, seed, *numbers)
+        grads = _differentiable(q, k, v, grad, grad_lse, _layouts(indices, sizes), rules)
     else:
-        grads = torch.ops.blocksparse.attention_backward(q, k, v, grad, indices, *ctx.rest)
-    return *grads, [None] * len(indices), None, None, None
+        grads = torch.ops.blocksparse.attention_backward(
+            q, k, v, y, lse, grad, grad_lse, spans, seed, indices, *ctx.rest
+        )
+    return *grads, None, None, [None] * len(indices), *[None] * len(ctx.rest)
 
 
 def _differentiable(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layouts: list[BlockLayout], causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, grad_lse: Tensor, layouts: list[BlockLayout], rules: Rules
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated again."""
     inputs = [each for each in (q, k, v) if each.requires_grad]
     # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH):
-        y = gathered.attention(q, k, v, layouts, causal, scale)
-    results = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, materialize_grads=True))
+        outputs = gathered.attention(q, k, v, layouts, rules, return_lse=True)
+    y_and_lse = [each for each in outputs if each is not None]
+    grads = torch.autograd.grad(y_and_lse, inputs, (grad, grad_lse), create_graph=True, materialize_grads=True)
+    results = iter(grads)
     return [next(results) if each.requires_grad else None for each in (q, k, v)]
 
 
-_QKV, _REST = "Tensor q, Tensor k, Tensor v", "Tensor[] indices, SymInt[] sizes_of_layouts, bool causal, float scale"
-define_op(f"attention({_QKV}, {_REST}) -> Tensor", _attention, _attention_meta)
+_QKV, _OPTIONAL = "Tensor q, Tensor k, Tensor v", "Tensor? spans, Tensor? seed"
+_REST = (
+    "Tensor[] indices, SymInt[] sizes_of_layouts, SymInt row, SymInt left, SymInt right, float scale, float softcap, "
+    "float dropout"
+)
+_OF_QUERIES = "Tensor y, Tensor lse, Tensor grad, Tensor grad_lse"
+define_op(f"attention({_QKV}, {_OPTIONAL}, {_REST}) -> (Tensor, Tensor)", _attention, _attention_meta)
 define_op(
-    f"attention_backward({_QKV}, Tensor grad, {_REST}) -> Tensor[]", _attention_backward, _attention_backward_meta
+    f"attention_backward({_QKV}, {_OF_QUERIES}, {_OPTIONAL}, {_REST}) -> Tensor[]",
+    _attention_backward,
+    _attention_backward_meta,
 )
 torch.library.register_autograd("blocksparse::attention", _backward, setup_context=_keep, lib=LIBRARY)

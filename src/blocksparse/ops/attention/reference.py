@@ -9,23 +9,41 @@ from torch import Tensor
 
 from ...layout import BlockLayout
 from ..checks import accumulator, always_supported
+from .rules import Rules, cap, drop, spans_of
 
 unsupported_reason = always_supported
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    """Return softmax(scale q k^T) v over the visible keys, `[batch, heads, queries, d_v]`; 0 if there are none."""
-    wide = accumulator(q.dtype)
-    seen = torch.stack([_seen(layout, causal) for layout in layouts]).to(q.device)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return softmax(scale q k^T) v over the visible keys, `[batch, heads, queries, d_v]`; 0 if there are none.
+
+    With `return_lse`, also return the logarithm of the summed exponentials, `[batch, heads, queries]`.
+    """
+    wide, (batch, heads, queries, _), keys = accumulator(q.dtype), q.shape, k.shape[2]
+    k, v = (each.to(wide).repeat_interleave(heads // k.shape[1], 1) for each in (k, v))
+    seen = torch.stack([_stored(layout, rules.row, queries, keys) for layout in layouts]).to(q.device)
+    spans = spans_of(rules, queries, keys, q.device)
+    number = torch.arange(keys, device=q.device)
+    if spans is not None:
+        start, end = spans[:, :, None, :, None]
+        seen = seen & (number >= start) & (number < end)
+    # Hidden keys are replaced by 0, so that a NaN in one of them stays there.
+    of_all = seen.any(-2)[..., None]
+    k, v = (each.where(of_all, 0) for each in (k, v))
     nothing = ~seen.any(-1, keepdim=True)
-    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    scores = cap(rules.scale * (q.to(wide) @ k.mT), rules.softcap)
     # A query without visible keys sees all, because softmax needs one; its result is set to 0.
-    weights = scores.masked_fill(~(seen | nothing), -torch.inf).softmax(-1)
-    return (weights @ v.to(wide)).masked_fill(nothing, 0).to(q.dtype)
+    scores = scores.masked_fill(~(seen | nothing), -torch.inf)
+    head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
+    weights = drop(scores.softmax(-1), rules, head, torch.arange(queries, device=q.device)[:, None], number)
+    y = (weights @ v).masked_fill(nothing, 0).to(q.dtype)
+    return y, scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -torch.inf) if return_lse else None
 
 
-def _seen(layout: BlockLayout, causal: bool) -> Tensor:
-    """Return the mask of visible keys, bool `[queries, keys]`."""
+def _stored(layout: BlockLayout, row: int, queries: int, keys: int) -> Tensor:
+    """Return the mask of the keys in stored blocks, bool `[queries, keys]`."""
     height, width = layout.block_shape
     mask = layout.mask().repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return mask.tril() if causal else mask
+    return mask[row : row + queries, :keys]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ..gpu.runtime import keep_for_stream, stream_of
 from ..registry import needs_grad
+from . import gathered
+from .gathered import MAX_PLANS, Place, Result
+from .rules import Rules
 
 # Queries and keys of a tile of FlexAttention. Its backward pass, and its forward pass for fewer queries, need TILE;
 # otherwise a tile may be as small as MIN_TILE.
@@ -26,8 +29,13 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return "FlexAttention does not serve torch.float64" if dtype == torch.float64 else None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    return flex(q, k, v, layouts, causal, scale, _compiled())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
+) -> Result:
+    # Flex attention drops no weights; a mask that depends on data would be compiled once per call.
+    if return_lse or rules.dropout or rules.spans is not None:
+        return gathered.attention(q, k, v, layouts, rules, return_lse)
+    return flex(q, k, v, layouts, rules, _compiled()), None
 
 
 @cache
@@ -38,19 +46,38 @@ def _compiled() -> Callable[..., Any]:
 
 
 def flex(
-    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float,
-    kernel: Callable[..., Tensor],
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, kernel: Callable[..., Tensor]
+) -> Tensor:
     """Return `attention` by FlexAttention, which `kernel` is: compiled, or PyTorch's Python function."""
-    tile = TILE if needs_grad(q, k, v) or q.shape[2] < TILE else tile_of(layouts)
-    key = ("flex attention", tuple(layouts), causal, q.device, tile)
-    mask, tensors = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
-    # `derived` calls it once per stream.
-    layouts[0].derived((*key, stream_of(q)), partial(keep_for_stream, q.device, *tensors))
+    queries, keys = int(q.shape[2]), int(k.shape[2])
+    tile = TILE if needs_grad(q, k, v) or queries < TILE else tile_of(layouts)
+    place = Place(rules.row, queries, keys, rules.left, rules.right)
+    masks: dict[Any, Any] = layouts[0].derived(("flex attention", q.device), dict)
+    key = (tuple(layouts), place, tile)
+    if key not in masks:
+        if len(masks) >= 2 * MAX_PLANS:  # decoding makes one per token
+            masks.clear()
+        masks[key] = (*_block_mask(layouts, place, q.device, tile), set())
+    mask, tensors, streams = masks[key]
+    stream = stream_of(q)
+    if stream not in streams:
+        streams.add(stream)
+        keep_for_stream(q.device, *tensors)
     # If the queries of a tile fit in the registers of one warp, one warp is twice as fast as four.
     warps = 1 if tile == MIN_TILE and q.shape[3] * q.dtype.itemsize <= 128 else 4
     options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": warps}
-    return kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
+    return kernel(
+        q, k, v, score_mod=_capped(rules.softcap) if rules.softcap else None, block_mask=mask, scale=rules.scale,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
+    )  # fmt: skip
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def tile_of(layouts: Sequence[BlockLayout]) -> int:
@@ -65,12 +92,12 @@ def tile_of(layouts: Sequence[BlockLayout]) -> int:
 
 
 def _block_mask(
-    layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int
+    layouts: Sequence[BlockLayout], place: Place, device: torch.device, tile: int
 ) -> tuple[Any, list[Tensor]]:
     """Return a BlockMask of tiles, and its tensors; in partly visible tiles, it looks up the blocks of the layouts."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    queries, keys = layouts[0].shape
+    row, queries, keys, left, right = place
     shared = all(layout.block_shape == layouts[0].block_shape for layout in layouts)
     height, width = layouts[0].block_shape if shared else (1, 1)
     masks = [
@@ -78,18 +105,26 @@ def _block_mask(
         for layout in layouts
         for b in [layout.block_shape]
     ]
-    some = torch.stack([_tiles(mask, (height, width), tile, any_=True) for mask in masks])
-    whole = torch.stack([_tiles(mask, (height, width), tile, any_=False) for mask in masks])
-    if causal:
-        row, col = (torch.arange(n) * tile for n in some.shape[1:])
-        some &= col <= row[:, None] + tile - 1
-        whole &= col + tile - 1 <= row[:, None]
+    sizes = (row, queries, height), (0, keys, width)
+    some = torch.stack([_tiles(mask, sizes, tile, any_=True) for mask in masks])
+    whole = torch.stack([_tiles(mask, sizes, tile, any_=False) for mask in masks])
+    query, col = (torch.arange(n) * tile for n in some.shape[1:])
+    first, last = (query + keys - queries)[:, None], (query + tile - 1 + keys - queries)[:, None]
+    if right is not None:
+        some &= col <= last + right
+        whole &= col + tile - 1 <= first + right
+    if left is not None:
+        some &= col + tile - 1 >= first - left
+        whole &= col >= last - left
     table = torch.stack(masks).to(device)
     per_head = len(layouts) > 1
+    offset = keys - queries
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = table[h if per_head else 0, i // height, j // width]
-        return visible & (j <= i) if causal else visible
+        visible = table[h if per_head else 0, (i + row) // height, j // width]
+        if right is not None:
+            visible = visible & (j <= i + (offset + right))
+        return visible if left is None else visible & (j >= i + (offset - left))
 
     counts: list[Tensor] = []
     for tiles in (some & ~whole, whole):
@@ -101,11 +136,14 @@ def _block_mask(
     return mask, [table, *(each for each in vars(mask).values() if isinstance(each, Tensor))]
 
 
-def _tiles(mask: Tensor, block: tuple[int, int], tile: int, any_: bool) -> Tensor:
-    """Return which tiles contain any, or only, stored blocks: bool `[tiles of queries, tiles of keys]`."""
-    for axis, size in enumerate(block):
-        starts = torch.arange(0, mask.shape[axis] * size, tile)
-        first, last = starts // size, (starts + tile - 1).clamp(max=mask.shape[axis] * size - 1) // size
+def _tiles(mask: Tensor, sizes: tuple[tuple[int, int, int], ...], tile: int, any_: bool) -> Tensor:
+    """Return which tiles contain any, or only, stored blocks: bool `[tiles of queries, tiles of keys]`.
+
+    The sizes of each axis are its tokens before the first one of the call, the tokens of the call, and the block.
+    """
+    for axis, (before, tokens, size) in enumerate(sizes):
+        starts = torch.arange(0, tokens, tile)
+        first, last = (starts + before) // size, ((starts + tile).clamp(max=tokens) - 1 + before) // size
         parts = [mask.narrow(axis, int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True)]
         mask = torch.stack([part.any(axis) if any_ else part.all(axis) for part in parts], axis)
     return mask
