@@ -1,7 +1,8 @@
 """Integrations with transformers, Lightning and ONNX; none of them is imported before it is used.
 
 Models of the transformers library need no call: once `blocksparse` is imported, `save_pretrained` of a sparsified model
-lists its block-sparse weights in config.json, and `from_pretrained` loads them again.
+lists its block-sparse weights in config.json, and `from_pretrained` loads them again. With
+`attn_implementation="blocksparse"` they compute attention by `bs.nn.attention`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def _register() -> Any:
     `from_pretrained` of such a version raises an error that it does not know our format.
     """
     try:
+        importlib.import_module("blocksparse.integrations.attention")
         return importlib.import_module("blocksparse.integrations.pretrained")
     except ImportError:
         return None
