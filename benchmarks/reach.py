@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from blocksparse.ops import cpu_core
 from blocksparse_lab import machine
-from targets import attention, bounds, int8, libxsmm, lstm, mlp, models, pixelcnn, products, rows
+from targets import attention, bounds, int8, libxsmm, lstm, mlp, models, pixelcnn, products, rows, windows
 from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,6 +37,7 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "mlp": ("targets of the truly sparse networks", mlp.rows, 4),
     "pixelcnn": ("targets of PixelCNN++", pixelcnn.rows, 4),
     "attention": ("targets of attention", attention.rows, 4),
+    "windows": ("targets of attention in a window", windows.rows, 1),
 }
 
 

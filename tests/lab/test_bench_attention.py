@@ -7,7 +7,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.measure import Samples
-from targets import attention
+from targets import attention, windows
 from targets.attention import AttentionProblem, AttentionSpec
 
 SPEC = AttentionSpec(tokens=64, d=8, block=8)
@@ -22,6 +22,12 @@ def test_rows_on_small_sizes():
     assert all(row.details["error"] < 1e-5 for row in rows if "error" in row.details)
     assert "causal attention forward + backward, 4 heads, 256 tokens, d 16, small world of density" in rows[-1].work
     assert json.dumps([row.details for row in rows])
+
+
+def test_rows_of_windows():
+    works = [row.work for row in windows.rows(0.05, quick=True)]
+    assert works[0] == "attention forward, window 64 of 256 tokens, 8 heads on 1, d 16, batch 1"
+    assert [work.split(",")[0] for work in works] == ["attention forward", *2 * ["decode one token"]]
 
 
 @pytest.mark.parametrize(("seconds", "met"), [([3, 2, 1], True), ([3, 1, 2], False), ([2, 2, 1], False)])

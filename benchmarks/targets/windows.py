@@ -1,0 +1,121 @@
+"""Time attention in a sliding window, with heads that share keys, and the decoding of one token with a cache.
+
+The baselines are PyTorch's attention with a mask, compiled FlexAttention, and reading the visible keys and values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from blocksparse import patterns
+from blocksparse.measure import ROUNDS
+from blocksparse.nn import attention
+from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
+from targets.rows import RowIterator, race
+
+# Largest relative L2 error against float32 attention with a mask.
+BOUND = 1e-5
+# Least speed-ups over attention with a mask, over FlexAttention, and of the rate at which keys and values are read.
+OVER_MASKED, OVER_FLEX, OF_READING = 3.0, 1.2, 0.9
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """The sizes of causal attention in a window: batch, heads, heads of keys, tokens, keys per query, features."""
+
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 1
+    tokens: int = 16384
+    window: int = 4096
+    d: int = 64
+    block: int = 64
+
+    def operands(self, queries: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (self.heads, queries), (self.kv_heads, self.tokens), (self.kv_heads, self.tokens)
+        return [torch.randn(self.batch, *shape, self.d, generator=generator) for shape in shapes]
+
+    def ours(self) -> Callable[..., Tensor]:
+        layout = patterns.sliding_window(self.tokens, self.window, self.block)
+        return partial(attention, layout=layout, causal=True, window_size=(self.window - 1, 0))
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads on {self.kv_heads}, d {self.d}"
+        return f"window {self.window:,} of {self.tokens:,} tokens, {heads}, batch {self.batch}"
+
+
+def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
+    """Yield a row per baseline; `quick` uses small sizes.
+
+    Raises:
+        BlockSparseError: outputs differ from those of attention with a mask.
+    """
+    sizes = WindowSpec(tokens=256, window=64, block=16, d=16) if quick else WindowSpec()
+    yield from _forward_rows(sizes, 3, budget, flex=not quick)
+    for batch in (1, 8):
+        decoding = WindowSpec(batch, 32, 4, 16384, 1024, 128)
+        if quick:
+            decoding = WindowSpec(batch, 4, 2, 256, 32, 16, 16)
+        yield from _decoding_rows(decoding, 3 if quick else ROUNDS, budget)
+
+
+def _forward_rows(spec: WindowSpec, rounds: int, budget: float, flex: bool) -> RowIterator:
+    q, k, v = spec.operands(spec.tokens)
+    number = torch.arange(spec.tokens)
+    seen = (number[:, None] >= number) & (number[:, None] - number < spec.window)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.expand(-1, spec.heads, -1, -1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    functions = {OURS: spec.ours(), "masked": masked}
+    if flex:
+        functions["flex"] = _flex(spec)
+    calls = {name: forward(function, q, k, v) for name, function in functions.items()}
+    exact: Any = calls["masked"]()
+    results: dict[str, Any] = {name: call() for name, call in calls.items() if name != "masked"}
+    errors = {name: relative_error(result, exact) for name, result in results.items()}
+    check_errors(BOUND, errors, "attention in a window")
+    timed = race(calls, rounds, budget)
+    details: Mapping[str, Any] = {**asdict(spec), "errors": errors}
+    work = f"attention forward, {spec}"
+    yield timed.row(work, "masked", OURS, "PyTorch with a mask", details=details, least=OVER_MASKED)
+    if flex:
+        yield timed.row(f"{work}, compiled", "flex", OURS, "FlexAttention", details=details, least=OVER_FLEX)
+
+
+def _flex(spec: WindowSpec) -> Callable[..., Tensor]:
+    mask = create_block_mask(
+        lambda b, h, i, j: (i >= j) & (i - j < spec.window), None, None, spec.tokens, spec.tokens, device="cpu"
+    )
+    compiled: Any = torch.compile(flex_attention)
+    print("compiling FlexAttention", file=sys.stderr)
+    return partial(compiled, block_mask=mask, enable_gqa=True)
+
+
+def _decoding_rows(spec: WindowSpec, rounds: int, budget: float) -> RowIterator:
+    q, k, v = spec.operands(1)
+    seen_k, seen_v = (x[:, :, -spec.window :] for x in (k, v))
+
+    def read() -> tuple[Tensor, Tensor]:
+        return seen_k.sum(), seen_v.sum()
+
+    ours = forward(spec.ours(), q, k, v)
+    exact = F.scaled_dot_product_attention(q, seen_k, seen_v, enable_gqa=True)
+    result: Any = ours()
+    error = relative_error(result, exact)
+    check_errors(BOUND, {OURS: error}, "decoding")
+    timed = race({OURS: ours, "read": read}, rounds, budget)
+    details = {**asdict(spec), "error": error}
+    peer = "the rate of reading"
+    yield timed.row(f"decode one token, {spec}", "read", OURS, peer, details=details, least=OF_READING)
