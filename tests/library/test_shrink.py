@@ -227,15 +227,17 @@ class Joined(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated MLP whose halves come from one layer."""
+    """A gated MLP whose halves come from one layer; or halves with another function each, which need their sizes."""
 
-    def __init__(self):
+    def __init__(self, function=None):
         super().__init__()
-        self.both, self.down = nn.Linear(5, 12), nn.Linear(6, 4)
+        self.both, self.function = nn.Linear(5, 24), function
+        self.down = nn.Linear(12 if function is None else 24, 4)
 
     def forward(self, x):
         gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        hidden = F.silu(gate) * up if self.function is None else torch.cat([F.silu(gate), self.function(up)], -1)
+        return self.down(hidden)
 
 
 class ChangedThroughView(nn.Sequential):
@@ -263,10 +265,11 @@ def depthwise():
         (lambda: nn.Sequential(torch.compile(nn.Linear(6, 20), backend="eager"), nn.Linear(20, 4)), (2, 6), 0.5),
         (lambda: nn.DataParallel(nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 4))), (2, 6), 0.5),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=4), nn.Conv2d(8, 2, 1)), (2, 3, 8, 8), 1),
-        (Gated, (2, 5), 1),
+        (Gated, (2, 5), 0.7),
+        (lambda: Gated(torch.tanh), (2, 5), 1),
         (lambda: ChangedThroughView(nn.Linear(6, 20), nn.Linear(20, 4)), (2, 6), 1),
     ],
-    ids=["depthwise", "joined", "compiled", "parallel", "grouped", "chunks", "changed"],
+    ids=["depthwise", "joined", "compiled", "parallel", "grouped", "gated", "chunks", "changed"],
 )
 @pytest.mark.filterwarnings("ignore:shrink. these layers keep:blocksparse.SparsityWarning")
 def test_architectures_compute_the_same(make, shape, most, traced):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .feature_trace import RETURNED, FeatureTrace, UntracedCalls, WeightAxis
 from .layer_rules import LAYER_RULES, follow_modules
 from .model_tools import evaluation_mode, parameter_device
+from .moves import Move
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,11 +177,25 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
             _make_group(axes, [places[feature] for feature in features], heads[:, features]),
             attends=any(key[1]),
             excluded=key[3],
-            unremovable=next((unremovable[feature] for feature in features if feature in unremovable), None),
+            unremovable=next((unremovable[feature] for feature in features if feature in unremovable), None)
+            or _reason_of_move(features, feature_of_id, trace.moves),
         )
         for key, features in groups.items()
         if len(features) > 1
     ]
+
+
+def _reason_of_move(features: list[int], feature_of_id: np.ndarray, moves: list[Move]) -> str | None:
+    """Return why a function that moves these features needs all of them, or None.
+
+    Few features may not be enough to see it: half of 23 lines is 12, as of 24. So nearly all are removed, too.
+    """
+    for move in moves:
+        if np.isin(features, feature_of_id[move.touched[move.touched >= 0]]).any():
+            for removed in (features[:1], features[-1:], features[1:], features[:-1]):
+                if not move.works_without(lambda ids: np.isin(feature_of_id[ids], removed) & (ids >= 0)):  # noqa: B023
+                    return move.reason
+    return None
 
 
 def _places_of_features(axes: list[WeightAxis], feature_of_id: np.ndarray) -> dict[int, dict[int, np.ndarray]]:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .moves import Move
 from .prunable import CONV1D, qualified
 
 # Names of functions, without the underscores at their ends.
@@ -74,11 +75,6 @@ class Features(NamedTuple):
         shape = [-1 if each == dim % rank else 1 for each in range(rank)]
         return cls(ids.reshape(shape), None if constants is None else constants.reshape(shape))
 
-    @property
-    def axis(self) -> int | None:
-        """The only axis along which the ids differ, or None."""
-        return next((dim for dim, size in enumerate(self.ids.shape) if size == self.ids.size > 1), None)
-
 
 class WeightAxis:
     """An axis of a module's weight, with a feature id for each of its lines.
@@ -132,6 +128,7 @@ class FeatureTrace(TorchFunctionMode):
         # Ids with a reason: of features whose order matters, and of those that may move but not be removed.
         self.excluded: list[tuple[np.ndarray, str]] = []
         self.unremovable: list[tuple[np.ndarray, str]] = []
+        self.moves: list[Move] = []  # which may need all features
         self.excluded_modules: dict[nn.Module, str] = {}  # all features of their weights are excluded
         self.heads: list[tuple[np.ndarray, np.ndarray]] = []  # by call of attention: ids, and the head of each
         self.touched_ids: list[np.ndarray] = []  # by function: the ids in its results
@@ -276,9 +273,10 @@ class FeatureTrace(TorchFunctionMode):
         elif name in SHAPING:
             ids = self._moved_ids(function, args, kwargs, results)
             in_conv1d = bool(self.modules) and qualified(type(self.modules[-1])) == CONV1D  # it views by its own size
-            if ids and self.for_removal and not in_conv1d and not self._adapts(function, args, kwargs):
+            if ids and self.for_removal and not in_conv1d:
+                ids_of_tensor = {id(each): self.features[id(each)][0].ids for each in labelled}
                 reason = f"{self.title(name)} depends on their number"
-                self.unremovable += [(self.features[id(each)][0].ids.ravel(), reason) for each in labelled]
+                self.moves.append(Move(function, args, kwargs, ids_of_tensor, reason))
         else:
             return False
         values = self._constant_results(function, constants, results, ids)
@@ -333,47 +331,6 @@ class FeatureTrace(TorchFunctionMode):
         if not all(torch.equal(each.square(), square) for each, square in zip(moved, call(2), strict=True)):
             return []
         return [_collapse(each).long().numpy() for each in moved] if all(each.numel() for each in moved) else []
-
-    def _adapts(self, function: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether a function that moves elements would move the others as before, without some of the features.
-
-        `view(2, -1)` does, `view(2, 16)` and `chunk(2)` do not.
-        """
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        axes = {id(each): self.features[id(each)][0].axis for each in leaves if id(each) in self.features}
-        if None in axes.values():
-            return False
-
-        def call(left_out: int | None) -> list[Tensor]:
-            def markers_of(tensor: Tensor) -> Tensor:
-                axis = axes.get(id(tensor))
-                if axis is None:
-                    return tensor.new_full(tensor.shape, -1) if tensor.is_floating_point() else tensor
-                size = tensor.shape[axis]
-                lines = torch.arange(size, dtype=torch.float64)
-                lines = lines if left_out is None else lines[lines != left_out % size]
-                shape = [1] * tensor.dim()
-                shape[axis] = -1
-                sizes = [-1 if dim == axis else length for dim, length in enumerate(tensor.shape)]
-                return lines.view(shape).expand(sizes).contiguous()
-
-            moved_args, moved_kwargs = tree_map_only(Tensor, markers_of, (tuple(args), kwargs))
-            return [leaf for leaf in tree_leaves(function(*moved_args, **moved_kwargs)) if isinstance(leaf, Tensor)]
-
-        sizes = {tensor.shape[axes[id(tensor)]] for tensor in leaves if id(tensor) in axes}  # type: ignore[index]
-        if len(sizes) > 1:  # concatenated tensors
-            return _name(function) in ("cat", "concat")
-        whole = call(None)
-        for left_out in (0, -1):
-            try:
-                reduced = call(left_out)
-            except (RuntimeError, IndexError, ValueError):
-                return False
-            missing = left_out % max(sizes)
-            expected = [each[each != missing] for each in whole]
-            if len(reduced) != len(whole) or not all(map(torch.equal, expected, map(Tensor.flatten, reduced))):
-                return False
-        return True
 
     # -- constants -----------------------------------------------------------------------------------------------
 
