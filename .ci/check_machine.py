@@ -22,7 +22,10 @@ def problems(root):
                 wanted, sys.executable, version
             )
         ]
-    if not any(map(shutil.which, [os.environ.get("CXX", "c++"), "g++", "clang++"])):
+    compiler = os.environ.get("CXX", "").split()[:1]
+    if compiler and not shutil.which(compiler[0]):
+        found.append("CXX names the compiler {}, which is not there. Name another: export CXX=g++".format(*compiler))
+    elif not any(map(shutil.which, compiler or ["c++", "g++", "clang++"])):
         found.append(
             "A C++17 compiler is needed, and neither c++, g++ nor clang++ is on the PATH. Install one: "
             "apt-get install g++, dnf install gcc-c++, or xcode-select --install"

@@ -21,6 +21,7 @@ def check_machine(monkeypatch):
     spec = util.spec_from_file_location("check_machine", FILE)
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(shutil, "disk_usage", lambda root: LARGE_DISK)
     return module
@@ -44,9 +45,8 @@ def test_python_2_can_parse_it():
 
 @pytest.mark.parametrize("compiler", ["c++", "g++", "clang++", "/opt/own/compiler"])
 def test_one_compiler_is_enough(check_machine, monkeypatch, tmp_path, compiler):
-    monkeypatch.delenv("CXX", raising=False)
     if compiler.startswith("/"):
-        monkeypatch.setenv("CXX", compiler)
+        monkeypatch.setenv("CXX", f"{compiler} -m64")
     monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
     assert check_machine.problems(str(tmp_path)) == []
 
@@ -56,6 +56,13 @@ def test_no_compiler(check_machine, monkeypatch, tmp_path):
     (problem,) = check_machine.problems(str(tmp_path))
     assert "A C++17 compiler is needed" in problem
     assert "apt-get install g++" in problem
+
+
+def test_a_compiler_that_is_not_there(check_machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "clang++-99 -O2")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "g++" else None)
+    (problem,) = check_machine.problems(str(tmp_path))
+    assert problem == "CXX names the compiler clang++-99, which is not there. Name another: export CXX=g++"
 
 
 def test_a_read_only_clone(check_machine, monkeypatch, tmp_path):
