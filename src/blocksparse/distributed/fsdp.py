@@ -78,11 +78,21 @@ def replace_shard(record: Any, local: Tensor, rows: int) -> None:
     """Set a sharded parameter's shard and number of rows in place; clear its gradient."""
     parameter = record.sharded_param
     parameter.grad = None
-    record.unsharded_accumulated_grad = None
+    _clear_unreduced_gradient(record)
     if rows == parameter.shape[0]:
         parameter.to_local().copy_(local)
     else:
         _resize(record, parameter, local, rows)
+
+
+def _clear_unreduced_gradient(record: Any) -> None:
+    """Clear a gradient that FSDP2 accumulated without reducing it."""
+    if isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property):  # PyTorch 2.15 and newer
+        gathered = getattr(record, "_unsharded_param", None)
+        if gathered is not None:
+            gathered.grad = None
+    else:
+        record.unsharded_accumulated_grad = None
 
 
 def _resize(record: Any, parameter: Any, local: Tensor, rows: int) -> None:
