@@ -4,9 +4,10 @@
     python benchmarks/against_sparselab.py
     python benchmarks/against_sparselab.py --layers 1 --rounds 2 --out /tmp/sparselab          a quick check
 
-The net is the one of SparseLab's own demo of 40 million parameters: 8 layers of 640 features with 2,560 inside, context
-128, and a tenth of the weights of the feed-forward layers. A step is forward, backward and AdamW on --batch windows.
-Contenders take turns in one process, first on the whole net, then on its feed-forward layers alone. Writes sparselab-CPU-SET.json and .md.
+The net has 40 million parameters if it is dense, as in SparseLab's own demo: 8 layers of 640 features with 2,560
+inside, context 128. Its feed-forward layers store a tenth of their weights. A step is forward, backward and AdamW on
+--batch windows. Contenders take turns in one process, first on the whole net, then on its feed-forward layers alone.
+Writes sparselab-CPU-SET.json and .md.
 """
 
 from __future__ import annotations

@@ -55,6 +55,42 @@ def test_block_diagonal(grid):
     assert patterns.block_diagonal(features(grid, (2, 3))[::-1], (3, 2)) == layout.T
 
 
+@given(grids(), st.integers(1, 4), st.integers(0, 9))
+def test_diagonals_wrap_around_the_shorter_side(grid, count, seed):
+    short, long = sorted(grid)
+    count = min(count, short)
+    layout = patterns.diagonals(features(grid, (2, 3)), (2, 3), count / short, seed)
+    assert layout.nnz == count * long
+    assert uses_all(layout)
+    assert max(int(d.max() - d.min()) for d in degrees(layout)) <= count
+    tall = layout if grid[0] >= grid[1] else layout.T
+    offsets = (tall.col_of_block.astype(int) - tall.row_of_block) % short
+    assert len(set(offsets.tolist())) == count
+    assert layout == patterns.diagonals(features(grid, (2, 3)), (2, 3), offsets=sorted(set(offsets.tolist())))
+
+
+def test_permuted():
+    layout = patterns.random((24, 40), 4, 0.3)
+    mask, rows, columns = layout.mask(), [5, 3, 1, 0, 2, 4], torch.randperm(10).tolist()
+    moved = patterns.permuted(layout, rows=rows, columns=columns).mask()
+    assert torch.equal(moved[rows][:, columns], mask)
+    drawn = patterns.permuted(layout, seed=1).mask()
+    assert torch.equal(drawn.sum(1), mask.sum(1))
+    assert torch.equal(drawn.sum(0).sort().values, mask.sum(0).sort().values)
+    assert not torch.equal(drawn, mask)
+    for arguments, message in (
+        ({"rows": [0, 1]}, r"rows: expected a permutation of 0 to 5, got 2 ints"),
+        ({"columns": [0] * 10}, "columns: expected a permutation"),
+        ({"columns": range(1, 11)}, "columns: expected indices from 0 to 9"),
+        ({"seed": -1}, "seed: expected"),
+    ):
+        with pytest.raises(BlockSparseError, match=message):
+            patterns.permuted(layout, **arguments)
+    for offsets in ([1, 1], [], [6]):
+        with pytest.raises(BlockSparseError, match="offsets: expected"):
+            patterns.diagonals((24, 40), 4, offsets=offsets)
+
+
 @given(st.integers(1, 12), st.integers(0, 15))
 def test_banded_square(n, bandwidth):
     i = torch.arange(n)

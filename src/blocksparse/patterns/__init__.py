@@ -2,7 +2,7 @@
 
 from .attention import bigbird, dilated, fixed_attention, small_world_attention, strided_attention
 from .random_layouts import constant_fan_in, erdos_renyi, random
-from .regular import banded, block_diagonal, butterfly, dense, shuffled_block_diagonal
+from .regular import banded, block_diagonal, butterfly, dense, diagonals, permuted, shuffled_block_diagonal
 from .small_worlds import barabasi_albert, watts_strogatz, watts_strogatz_2d
 from .windows import documents, sliding_window
 
@@ -14,10 +14,12 @@ __all__ = [
     "butterfly",
     "constant_fan_in",
     "dense",
+    "diagonals",
     "dilated",
     "documents",
     "erdos_renyi",
     "fixed_attention",
+    "permuted",
     "random",
     "shuffled_block_diagonal",
     "sliding_window",

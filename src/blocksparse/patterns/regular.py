@@ -6,13 +6,14 @@ A `shape` is (out_features, in_features), a multiple of the block. No pattern bu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..checked import integer, is_int
+from ..checked import checked_indices, integer, is_int, number
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
-from .sizes import Block, Shape, checked_sizes
+from ..layout import BlockLayout, check_layout
+from .sizes import Block, Shape, checked_sizes, generator
 
 
 def dense(shape: Shape, block_size: Block = 32) -> BlockLayout:
@@ -113,6 +114,88 @@ def banded(shape: Shape, block_size: Block = 32, bandwidth: int = 1) -> BlockLay
     j = i + step - width
     inside = (j >= 0) & (j < n)
     return BlockLayout.from_indices(*_stretch(i[inside], j[inside], grid), grid, block)
+
+
+def diagonals(
+    shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int = 0, *, offsets: Sequence[int] | None = None
+) -> BlockLayout:
+    """Return diagonals of blocks that wrap around the shorter side, at random offsets.
+
+    Diagonal d has the blocks (i, (i + d) mod columns) of each row i, or ((j + d) mod rows, j) of each column j if there
+    are more columns than rows. So all lines of a side have equally many blocks, or nearly.
+
+    Args:
+        shape, block_size: as for `dense`.
+        density: the fraction of the diagonals, of which there are as many as lines of the shorter side; at least one is
+            stored.
+        seed: seed of the offsets, an int, 0 or more.
+        offsets: the diagonals, different ints from 0 to below the lines of the shorter side, instead of the two.
+
+    Raises:
+        BlockSparseError: the shape is not a multiple of the block, or an argument is out of range.
+
+    >>> import blocksparse as bs
+    >>> bs.patterns.diagonals((4, 3), block_size=1, offsets=[1]).mask().int()
+    tensor([[0, 1, 0],
+            [0, 0, 1],
+            [1, 0, 0],
+            [0, 1, 0]], dtype=torch.int32)
+
+    Source: Tyagi et al., Dynamic sparse training of diagonally sparse networks (2025): DynaDiag, which learns the
+    offsets.
+    """
+    grid, block = checked_sizes(shape, block_size)
+    short, long = min(grid), max(grid)
+    if offsets is None:
+        count = max(1, round(number("density", density, 0, 1) * short))
+        chosen = generator(seed).choice(short, count, replace=False)
+    else:
+        chosen = checked_indices("offsets", offsets, short)
+        if np.unique(chosen).size < chosen.size or not chosen.size:
+            raise BlockSparseError.expected("offsets", "different ints, one or more", list(offsets))
+    along = np.tile(np.arange(long), chosen.size)
+    across = (along + np.repeat(chosen, long)) % short
+    rows, cols = (along, across) if grid[0] >= grid[1] else (across, along)
+    return BlockLayout.from_indices(rows, cols, grid, block)
+
+
+def permuted(
+    layout: BlockLayout, seed: int = 0, *, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
+) -> BlockLayout:
+    """Return a layout whose rows or columns of blocks are in another order; by default, columns in a random one.
+
+    A permuted pattern costs what the plain one does, and connects other features: no activation is permuted.
+
+    Args:
+        layout: any layout, such as `block_diagonal` or `diagonals`.
+        seed: seed of the order of the columns if neither is given, an int, 0 or more.
+        rows: a permutation of the rows of blocks, for example a learned one: row i becomes row `rows[i]`.
+        columns: a permutation of the columns of blocks, likewise.
+
+    Raises:
+        BlockSparseError: no layout; rows or columns that are no permutation; a seed below 0.
+
+    >>> import blocksparse as bs
+    >>> layout = bs.patterns.block_diagonal((3, 3), block_size=1)
+    >>> bs.patterns.permuted(layout, columns=[2, 0, 1]).mask().int()
+    tensor([[0, 0, 1],
+            [1, 0, 0],
+            [0, 1, 0]], dtype=torch.int32)
+
+    Source: Tyagi et al., Efficient dynamic structured sparse training with learned shuffles (2025): PA-DST, which also
+    learns the permutation.
+    """
+    check_layout(layout)
+    if rows is None and columns is None:
+        columns = generator(seed).permutation(layout.grid[1]).tolist()
+    lines: list[np.ndarray] = []
+    places = (layout.row_of_block, layout.col_of_block)
+    for name, order, size, old in zip(("rows", "columns"), (rows, columns), layout.grid, places, strict=True):
+        new = np.arange(size) if order is None else checked_indices(name, order, size)
+        if new.size != size or np.unique(new).size != size:
+            raise BlockSparseError.expected(name, f"a permutation of 0 to {size - 1}", f"{new.size} ints")
+        lines.append(new[old])
+    return BlockLayout.from_indices(lines[0], lines[1], layout.grid, layout.block_shape)
 
 
 def butterfly(shape: Shape | int, block_size: Block = 32) -> BlockLayout:
