@@ -80,6 +80,9 @@ def test_rates_by_density():
 
 
 METHODS = {
+    "CHTs": lambda layer, optimizer: bs.sparsity.CHTs(
+        layer, optimizer, end=50, every=1, alpha=0.5, constant_fan_in=True
+    ),
     "RigL": lambda layer, optimizer: bs.sparsity.RigL(layer, optimizer, end=50, every=1, constant_fan_in=True),
     "SET": lambda layer, optimizer: bs.sparsity.SET(layer, optimizer, constant_fan_in=True),
     "SMET": lambda layer, optimizer: bs.sparsity.SMET(layer, optimizer, end=50, every=1, constant_fan_in=True),
@@ -121,3 +124,20 @@ def test_the_pattern_has_equal_rows_and_nearly_equal_columns(grid, density):
     assert mask.sum(1).tolist() == [max(1, round(density * grid[1]))] * grid[0]
     assert mask.sum(0).max() - mask.sum(0).min() <= 1
     assert layout == bs.patterns.constant_fan_in((2 * grid[0], 3 * grid[1]), (2, 3), density, seed=3)
+
+
+@pytest.mark.parametrize("growth", ["gradient", "random", "topology"])
+def test_rows_get_equal_numbers_of_blocks_while_the_density_falls(growth):
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(64, 64, block_size=8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = bs.sparsity.GradualBlockPruning(
+        layer, optimizer, 0.25, end=6, every=2, regrow=0.5, growth=growth, constant_fan_in=True
+    )
+    for call in range(1, 7):
+        before = layer.layout
+        update(optimizer, (layer(torch.randn(16, 64)) - 1).square().mean(), method)
+        expected = round((0.25 + 0.75 * (1 - call // 2 * 2 / 6) ** 3) * 8)
+        assert layer.layout.mask().sum(1).tolist() == [expected] * 8
+        if call == 4 and growth == "random":
+            assert (layer.layout.mask() & ~before.mask()).any(), "some blocks are new"

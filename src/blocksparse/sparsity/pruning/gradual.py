@@ -26,6 +26,7 @@ from ..selection import (
     stored_norms,
 )
 from ..sparse_training.chts import topological_places, without_returning
+from ..sparse_training.dense_gradient import mark_largest_of_rows
 from ..sparse_training.dynamic_sparsity import Modules
 from ..sparse_training.gradient_growth import GradientGrowth
 from ..sparse_training.growth import draw_places
@@ -149,6 +150,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             random. "topology": at random by the scores of `CHTs`.
         schedule: "cubic" (default) or "sigmoid", which falls slowly at first, as in CHTss.
         initial_density: density at `begin`, 1 by default; 0.5 in GraNet and CHTss, for layers that start so.
+        constant_fan_in: whether all rows of blocks of a weight get equally many blocks, those of the largest norms in
+            the row, so that all neurons have equal work; then `scope` and `keep_lines` do not apply. False by default.
 
     Raises:
         BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`.
@@ -185,6 +188,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         growth: str = "gradient",
         schedule: str = "cubic",
         initial_density: float = 1.0,
+        constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, seed=seed, on_layout_change=on_layout_change)
@@ -200,6 +204,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
         self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
         self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
+        self.constant_fan_in = constant_fan_in
         if regrow and growth == "gradient":
             self._watch_gradients()
 
@@ -239,12 +244,16 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         count = int(fraction * weight.layout.nnz)
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
         draw = topological_places if self.growth == "topology" else draw_places
-        drop, rows, cols = without_returning(weight.layout, drop, draw(weight, drop, generator, self.keep_lines))
+        places = draw(weight, drop, generator, self.keep_lines, self.constant_fan_in)
+        drop, rows, cols = without_returning(weight.layout, drop, places)
         dropped = np.flatnonzero(drop)
         rewire(weight, dropped, rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
     def _prune(self) -> None:
         """Drop the stored blocks with the smallest norms, down to the schedule's density."""
+        if self.constant_fan_in:
+            self._prune_rows()
+            return
         weights = {name: weight for _, name, weight in self._trained_weights()}
         norms = {}
         for name, weight in weights.items():
@@ -258,3 +267,18 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             drop = np.flatnonzero(~keep.numpy()[layout.row_of_block, layout.col_of_block])
             if drop.size:
                 rewire(weights[name], drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
+
+    def _prune_rows(self) -> None:
+        """Drop the blocks with the smallest norms of each row of blocks that has more than the schedule's density."""
+        for i, _, weight in self._trained_weights():
+            layout = weight.layout
+            count = max(1, round(self.schedule(self.calls) * layout.grid[1]))
+            keep = mark_largest_of_rows(
+                layout.keys_of_blocks(),
+                stored_norms(weight, self.norm),
+                layout.grid[1],
+                np.full(layout.grid[0], count),
+                self._tie_break(i),
+            )
+            if not keep.all():
+                rewire(weight, np.flatnonzero(~keep), [], [], self.optimizer, on_layout_change=self.on_layout_change)

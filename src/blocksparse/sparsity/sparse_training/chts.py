@@ -41,7 +41,7 @@ class CHTs(SET):
     2^27 blocks at most.
 
     Args:
-        modules, optimizer, skip, norm, seed, keep_lines, on_layout_change: see `SET`.
+        modules, optimizer, skip, norm, seed, keep_lines, constant_fan_in, on_layout_change: see `SET`.
         end: first call that changes nothing.
         every: iterations from one change to the next, 100 by default.
         alpha: initial fraction to drop, 0 to 1; 0.1 by default, as in the paper's language models (0.3 in its MLPs).
@@ -77,6 +77,7 @@ class CHTs(SET):
         norm: str = "l2",
         seed: int = 0,
         keep_lines: bool = True,
+        constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         self.alpha, self.temperatures = number("alpha", alpha, 0, 1), _checked_pair(temperatures)
@@ -91,6 +92,7 @@ class CHTs(SET):
             norm=norm,
             seed=seed,
             keep_lines=keep_lines,
+            constant_fan_in=constant_fan_in,
             on_layout_change=on_layout_change,
         )
 
@@ -110,12 +112,16 @@ class CHTs(SET):
         scores = self.temperature(self.calls) * _logarithms(stored_norms(weight, self.norm))
         drop = np.ones(layout.nnz, dtype=bool)
         drop[draw_by_score(scores, layout.nnz - count, generator)] = False
-        places = topological_places(weight, drop, generator, self.keep_lines)
+        places = topological_places(weight, drop, generator, self.keep_lines, self.constant_fan_in)
         self._replace(weight, *without_returning(layout, drop, places), generator)
 
 
 def topological_places(
-    weight: WeightHandle, drop: np.ndarray, generator: np.random.Generator, keep_lines: bool
+    weight: WeightHandle,
+    drop: np.ndarray,
+    generator: np.random.Generator,
+    keep_lines: bool,
+    constant_fan_in: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw rows and columns of as many new blocks as are dropped, by their CH2-L3n scores; sorted.
 
@@ -134,6 +140,11 @@ def topological_places(
     padding[np.ix_(*lines)] = False
     scores[padding] -= 1e6
     scores.reshape(-1)[keys] = -np.inf
+    if constant_fan_in:
+        counts = np.bincount(layout.row_of_block[drop], minlength=layout.grid[0])
+        order = (-scores - generator.gumbel(size=scores.shape)).argsort(1)
+        rows, ranks = np.nonzero(np.arange(layout.grid[1]) < counts[:, None])
+        return np.divmod(np.sort(rows * layout.grid[1] + order[rows, ranks]), layout.grid[1])
     drawn = np.divmod(np.sort(draw_by_score(scores.reshape(-1), int(drop.sum()), generator)), layout.grid[1])
     if not keep_lines:
         return drawn
