@@ -10,7 +10,7 @@ from hypothesis import given
 import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.cpu_plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
-from blocksparse.ops.linear import cpu, linear, linear_transposed
+from blocksparse.ops.linear import all_blocks, cpu, linear, linear_transposed
 from blocksparse.ops.linear.op import LINEAR
 from linear_backends import CPU, assert_close, assert_same_bits, dgrad, forward, running, wgrad
 from processes import run_script
@@ -30,6 +30,30 @@ def test_bit_identical_over_runs_and_thread_counts(backend, dtype):
     values = torch.randn(layout.values_shape, dtype=dtype)
     with running(backend):
         assert_same_bits(lambda: (forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)))
+
+
+@on_every_isa
+@pytest.mark.parametrize("tokens", [all_blocks.MIN_TOKENS - 1, all_blocks.MIN_TOKENS])
+def test_layouts_with_all_blocks_keep_the_contract_in_the_dense_product(backend, tokens):
+    # AVX2 calls PyTorch's dense product from this number of tokens on.
+    layout = bs.patterns.dense((all_blocks.MIN_FEATURES, all_blocks.MIN_FEATURES + 32), block_size=32)
+    (out, in_), values = layout.shape, torch.randn(layout.values_shape)
+    x, grad, bias = torch.randn(tokens, in_ + 8)[:, :in_], torch.randn(tokens, out), torch.randn(out)
+    weight = bs.to_dense(values, layout).double()
+
+    def products():
+        activated = linear(x, values, layout, bias=bias, activation="relu")
+        return activated, dgrad(grad, values, layout), wgrad(grad, x, layout)
+
+    expected = torch.relu(x.double() @ weight.T + bias), grad.double() @ weight, grad.double().T @ x.double()
+    with running(backend):
+        assert_same_bits(products)
+        y, grad_x, grad_values = products()
+        if tokens >= all_blocks.MIN_TOKENS and cpu_core.isa() == "avx2":
+            assert torch.equal(grad_x, grad @ weight.float())  # the dense product itself
+    assert_close(y, expected[0], 2e-6, "y")
+    assert_close(grad_x, expected[1], 2e-6, "grad_x")
+    assert_close(bs.to_dense(grad_values, layout), expected[2], 2e-6, "grad_values")
 
 
 @on_every_isa

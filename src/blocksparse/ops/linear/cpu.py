@@ -13,6 +13,7 @@ from .. import cpu_core, workspace
 from ..checks import check_tensors, contiguous_features
 from ..cpu_core import DTYPES, address, address_or_zero
 from ..cpu_plan import block_plan, column_plan, row_plan
+from . import all_blocks
 
 unsupported_reason = cpu_core.unsupported_reason
 _CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ def linear_fast(
         or strides[-1] != 1
         or distance < in_features
         or not x.is_cpu
+        or all_blocks.is_dense_faster(layout, dtype, tokens)
     ):
         return None
     x_address, values_address = x.data_ptr(), address_or_zero(values, layout.values_shape, dtype)
@@ -101,6 +103,9 @@ def linear(
             start=start, col=col, position=position,
         )  # fmt: skip
         return y
+    if all_blocks.is_dense_faster(layout, dtype, tokens):
+        all_blocks.linear(x, values, bias, layout, transpose, None if activation == "none" else activation, y)
+        return y
     tasks = tasks_of(layout, transpose)
     core.linear(tasks, isa, name, activation, tokens, rows, values_address, bias_address, y_address)
     return y
@@ -124,6 +129,9 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, out: Tensor | Non
         size = core.csr_wgrad_working_bytes(arguments["isa"], arguments["dtype"], arguments["tokens"], *layout.shape)
         working = working_memory(size)
         core.csr_wgrad(**arguments, **_memory_arguments(working), start=layout.row_start, col=layout.col_of_block)
+        return values
+    if all_blocks.is_dense_faster(layout, x.dtype, cpu_core.row_count(x)):
+        all_blocks.linear_wgrad(grad, x, layout, values)
         return values
     plan = block_plan(layout)
     core.linear_wgrad(**arguments, block=layout.block_shape, row=plan.row, col=plan.col, task_start=plan.task_start)
