@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from blocksparse.ops import cpu_core
 from blocksparse_lab import machine
-from targets import attention, bounds, int8, libxsmm, lstm, mlp, models, pixelcnn, products, rows, windows
+from targets import attention, bounds, cold, int8, libxsmm, lstm, mlp, models, pixelcnn, products, rows, windows
 from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,6 +29,7 @@ BUDGET = 5.0  # seconds of timing per row of an op
 OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "linear": ("targets of the linear op", products.linear_rows, 1),
     "bounds": ("products as parts of their bounds", bounds.rows, 1),
+    "cold": ("single calls with weights outside the caches", cold.rows, 1),
     "int8": ("targets of products in 8 bits", int8.rows, 1),
     "libxsmm": ("the linear op against libxsmm", libxsmm.rows, 1),
     "conv2d": ("targets of the convolutions", products.conv_rows, 1),

@@ -87,7 +87,7 @@ def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, qu
     device = Device(copies)
     calls: dict[str, Call] = {
         OURS: device.prepare([case.call(OURS, copy) for copy in range(copies)]),
-        "reading": device.prepare([partial(_sum_bytes, case.copy_of_values(copy)) for copy in range(copies)]),
+        "reading": device.prepare([partial(sum_bytes, case.copy_of_values(copy)) for copy in range(copies)]),
     }
     samples = race(calls, **timing_options(budget, quick)).samples.per(dict.fromkeys(calls, copies))
     part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
@@ -96,9 +96,9 @@ def _memory_bound_row(name: str, spec: LinearSpec, cold: bool, budget: float, qu
     return _row(title + ("memory" if cold else "the caches"), Work(spec, MIN_BANDWIDTH), part, text, {"copies": copies})
 
 
-def _sum_bytes(values: Tensor) -> Tensor:
-    # Read 16-bit numbers in pairs: sums in 16 bits would be bound by arithmetic.
+def sum_bytes(values: Tensor) -> Tensor:
     """Read all bytes of the values, as a sum."""
+    # Read 16-bit numbers in pairs: sums in 16 bits would be bound by arithmetic.
     return values.view(-1).view(torch.float32).sum()
 
 
