@@ -11,6 +11,7 @@ from blocksparse.ops.lstm_gates import cpu as gates_of_a_step
 from blocksparse.ops.recurrent import Steps, cpu
 
 GATES = bs.patterns.random((32, 8), block_size=4, density=0.5, seed=0)
+GRU_GATES = bs.patterns.random((24, 8), block_size=4, density=0.5, seed=0)
 UNITS = bs.patterns.random((8, 8), block_size=4, density=0.5, seed=0)
 RAGGED = Steps((2, 1))
 TRAJECTORY = {"all_before": "before", "all_after": "after", "final": "final"}
@@ -40,7 +41,8 @@ def weights_of(tensors, *layouts):
 
 
 def states_of(tensors):
-    return [SimpleNamespace(**{at: tensors[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in "hc"]
+    names = [name for name in "hc" if f"{name}_before" in tensors]
+    return [SimpleNamespace(**{at: tensors[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in names]
 
 
 def an_lstm_forward(*layouts):
@@ -52,6 +54,16 @@ def an_lstm_forward(*layouts):
         cpu.forward(weights_of(rest, *layouts), RAGGED, pre, None, *states_of(rest), gates, of)
 
     return {**values_of(*layouts), "pre": (3, 32), **STATES, "gates": (3, 32), **multiplied}, call
+
+
+def a_hidden_forward(kind, layout):
+    features = layout.shape[0]
+
+    def call(pre, bias, **rest):
+        cpu.hidden_forward(weights_of(rest, layout), RAGGED, kind, pre, None, bias, states_of(rest)[0])
+
+    states = {name: shape for name, shape in STATES.items() if name.startswith("h_")}
+    return {**values_of(layout), "pre": (3, features), "bias": (features,), **states}, call
 
 
 def an_lstm_backward(*layouts):
@@ -108,6 +120,7 @@ OF_ALL_STEPS = {
     "lstm_backward": an_lstm_backward(GATES),
     "lstm_forward_multiplied": an_lstm_forward(GATES, UNITS),
     "lstm_backward_multiplied": an_lstm_backward(GATES, UNITS),
+    "hidden_forward": a_hidden_forward("gru", GRU_GATES),
     "small_world_forward": a_small_world_forward(UNITS, UNITS, GATES),
     "small_world_backward": a_small_world_backward(UNITS, UNITS, GATES),
 }

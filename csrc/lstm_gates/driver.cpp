@@ -22,4 +22,9 @@ void gates_backward(const InstructionSet& isa, DType dtype, int64_t rows, const 
   in_parts(rows, step.hidden, [&](const RowsPart& part) { kernels.backward(step, part); });
 }
 
+void hidden_gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, const HiddenForward& step) {
+  const GatesKernels& kernels = kSelect[isa.index](dtype);
+  in_parts(rows, step.hidden, [&](const RowsPart& part) { kernels.hidden_forward(step, part); });
+}
+
 }  // namespace blocksparse

@@ -1,4 +1,4 @@
-// The gates of one LSTM step, forward and backward, in one pass over memory.
+// The gates of one step of a recurrence in one pass over memory; those of an LSTM also backward.
 #include "isa/activation.hpp"
 #include "isa/element.hpp"
 #include "lstm_gates/lstm_gates.hpp"
@@ -78,13 +78,43 @@ void backward(const GatesBackward& step, const RowsPart& part) {
   }
 }
 
+template <class E>
+void hidden_forward(const HiddenForward& step, const RowsPart& part) {
+  using Storage = typename E::Storage;
+  using V = Vector<typename E::Sum>;
+  const int64_t hidden = step.hidden;
+  const Hidden kind = step.kind;
+  const Storage* const bias = static_cast<const Storage*>(step.bias);
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
+    const Storage *const z = row_of<Storage>(step.z, row), *const add = row_of<Storage>(step.add, row);
+    const Storage* const h = row_of<Storage>(step.h, row);
+    Storage* const h_out = row_of<Storage>(step.h_out, row);
+    in_vectors<E>(part.begin, part.end, [=](int64_t j, int64_t count) __attribute__((always_inline)) {
+      const auto of_state = [=](int64_t at) __attribute__((always_inline)) {
+        const V v = read_units<E>(z + at, count);
+        return bias ? v + read_units<E>(bias + at, count) : v;
+      };
+      const V first = read_units<E>(add + j, count) + of_state(j);
+      V out;
+      if (kind == Hidden::kGru) {
+        const V u = logistic(read_units<E>(add + hidden + j, count) + of_state(hidden + j));
+        const V n = tangent(read_units<E>(add + 2 * hidden + j, count) + logistic(first) * of_state(2 * hidden + j));
+        out = n + u * (read_units<E>(h + j, count) - n);
+      } else {
+        out = kind == Hidden::kTanh ? tangent(first) : activated(first, Activation::kRelu);
+      }
+      write<E>(h_out + j, out, count);
+    });
+  }
+}
+
 }  // namespace
 
 const GatesKernels& select_gates(DType dtype) {
-  static constexpr GatesKernels float32 = {forward<Float32>, backward<Float32>},
-                                float64 = {forward<Float64>, backward<Float64>},
-                                bfloat16 = {forward<BFloat16>, backward<BFloat16>},
-                                float16 = {forward<Float16>, backward<Float16>};
+  static constexpr GatesKernels float32 = {forward<Float32>, backward<Float32>, hidden_forward<Float32>},
+                                float64 = {forward<Float64>, backward<Float64>, hidden_forward<Float64>},
+                                bfloat16 = {forward<BFloat16>, backward<BFloat16>, hidden_forward<BFloat16>},
+                                float16 = {forward<Float16>, backward<Float16>, hidden_forward<Float16>};
   return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 

@@ -1,4 +1,4 @@
-// The gates of one LSTM step. Threads share parts of rows and features.
+// The gates of one step of an LSTM, a GRU or a plain recurrence. Threads share parts of rows and features.
 #pragma once
 
 #include "core/types.hpp"
@@ -23,12 +23,29 @@ struct GatesBackward {
   OutputRows grad_pre, grad_c_before;
 };
 
+// Recurrences without a state c.
+enum class Hidden { kGru, kTanh, kRelu };
+constexpr int64_t hidden_gates(Hidden kind) { return kind == Hidden::kGru ? 3 : 1; }
+
+// One step of such a recurrence, from z = h W^T, the product of the input `add`, and the bias of z. A GRU has the gates
+// r, u, n: h_out = n + u (h - n) with n = tanh(add + r (z + bias)). A plain one has h_out = activation(add + z + bias).
+struct HiddenForward {
+  Hidden kind;
+  int64_t hidden;
+  InputRows z, add;  // gates * `hidden` features
+  const void* bias;  // or null
+  InputRows h;
+  OutputRows h_out;
+};
+
 struct GatesKernels {  // the part's features are those of each gate
   void (*forward)(const GatesForward&, const RowsPart&);
   void (*backward)(const GatesBackward&, const RowsPart&);
+  void (*hidden_forward)(const HiddenForward&, const RowsPart&);
 };
 
 void gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, const GatesForward& step);
 void gates_backward(const InstructionSet& isa, DType dtype, int64_t rows, const GatesBackward& step);
+void hidden_gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, const HiddenForward& step);
 
 }  // namespace blocksparse

@@ -92,6 +92,28 @@ void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t 
   trim_scratch();
 }
 
+Hidden hidden_named(const std::string& kind) {
+  if (kind == "gru") return Hidden::kGru;
+  require(kind == "tanh" || kind == "relu", "the kind gru, tanh or relu");
+  return kind == "tanh" ? Hidden::kTanh : Hidden::kRelu;
+}
+
+void py_hidden_forward(const std::string& isa, const std::string& dtype, const std::string& kind, int64_t rows,
+                       int64_t hidden, const Index<int64_t>& step, bool reverse, const std::vector<PyWeight>& weights,
+                       uintptr_t z, const PyRows& pre, uintptr_t index, uintptr_t bias, const PyRows& h_before,
+                       const PyRows& h_after, uintptr_t h_final) {
+  require(weights.size() == 1, "one weight");
+  const Hidden of = hidden_named(kind);
+  const TimeSteps steps = steps_of(step, reverse, rows);
+  const RecurrentWeight weight = weight_of(weights[0], hidden_gates(of) * hidden, hidden, false);
+  nb::gil_scoped_release release;
+  hidden_forward(
+      isa_named(isa), dtype_named(dtype), steps, weight,
+      {of, hidden, indexed_input(pre, index), pointer(bias), {output(h_before), output(h_after), pointer(h_final)}},
+      pointer(z));
+  trim_scratch();
+}
+
 // `weights` has the weights of the internal steps, then the weight of the gates.
 SmallWorldWeights small_world_weights(const std::vector<PyWeight>& weights, int64_t hidden, bool transposed,
                                       uintptr_t gains, uintptr_t biases) {
@@ -167,6 +189,9 @@ const Binding binding([](nb::module_& m) {
         "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "gates"_a, "c_before"_a, "c_after"_a, "grad_y"_a,
         "grad_h"_a, "grad_c"_a, "grad_pre"_a, "factor"_a = none, "index"_a = 0, "of_h"_a = none, "grad_m"_a = 0,
         "grad_factor"_a = none, "grad_of_h"_a = none);
+  m.def("hidden_forward", &py_hidden_forward, nb::kw_only(), "isa"_a, "dtype"_a, "kind"_a, "rows"_a, "hidden"_a,
+        "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "z"_a, "pre"_a, "index"_a, "bias"_a, "h_before"_a,
+        "h_after"_a, "h_final"_a);
   m.def("small_world_forward", &py_small_world_forward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a,
         "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "epsilon"_a, "keep"_a, "gains"_a, "biases"_a,
         "index"_a, "factor"_a, "term"_a, "h_before"_a, "h_after"_a, "h_final"_a, "c_before"_a, "c_after"_a, "c_final"_a,

@@ -1,4 +1,4 @@
-// All steps of a recurrence with LSTM gates in one call.
+// All steps of a recurrence in one call.
 #pragma once
 
 #include <functional>
@@ -85,5 +85,17 @@ void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps
 
 void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                    const GatedBackward& data, const MultipliedBackward* multiplied);
+
+// A recurrence without a state c; z [batch, gates * hidden] is working memory.
+struct HiddenSteps {
+  Hidden kind;
+  int64_t hidden;
+  InputRows add;     // the products of the inputs
+  const void* bias;  // of the product of the state, or null
+  StatePath h;
+};
+
+void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                    const HiddenSteps& data, void* z);
 
 }  // namespace blocksparse

@@ -100,4 +100,26 @@ void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& step
   });
 }
 
+void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                    const HiddenSteps& data, void* z) {
+  const int64_t hidden = data.hidden, size = size_of(dtype);
+  for (int64_t nth = 0; nth < steps.count; ++nth) {
+    const int64_t t = steps.at(nth), at = steps.start[t];
+    const StepRows step = {at, steps.rows(t)};
+    const InputRows h = read_only(from(data.h.before, at, size));
+    product(isa, dtype, weight, step.count, h, z);
+    hidden_gates_forward(isa, dtype, step.count,
+                         {data.kind,
+                          hidden,
+                          {z, hidden_gates(data.kind) * hidden},
+                          from(data.add, at, size),
+                          data.bias,
+                          h,
+                          from(data.h.after, at, size)});
+    const bool last = nth + 1 == steps.count;
+    const int64_t following = last ? t : steps.at(nth + 1);
+    advance(data.h, hidden, size, step, {steps.start[following], last ? 0 : steps.rows(following)});
+  }
+}
+
 }  // namespace blocksparse

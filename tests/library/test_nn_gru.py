@@ -90,6 +90,27 @@ def test_layers_are_torchs(name, layers, bias, bidirectional, sparse):
         agree(ours, theirs, pack_padded_sequence(x, lengths, enforce_sorted=ordered), h)
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_inference_in_one_call_returns_what_training_returns(name, bias, dtype, rtol):
+    torch.manual_seed(0)
+    kind, options = LAYERS[name]
+    options = options | {"bias": bias, "bidirectional": True, "density": 0.4, "block_size": 8, "dtype": dtype}
+    layer = getattr(bs.nn, kind.__name__)(24, 44, 2, **options)  # 44 units are padded to 48
+    x, h = torch.randn(7, 3, 24, dtype=dtype), torch.randn(4, 3, 44, dtype=dtype)
+    table, rows = torch.randn(5, 24, dtype=dtype), torch.randint(5, (7, 3))
+    packed = pack_padded_sequence(x, [4, 7, 1], enforce_sorted=False)
+    for args, more in (((x,), {}), ((x, h), {}), ((packed, h), {}), ((rows,), {"table": table}), ((x[:1], h), {})):
+        expected = tensors(layer(*args, **more))
+        with torch.no_grad():
+            found = tensors(layer(*args, **more))
+            for before, after in zip(found, tensors(layer(*args, **more)), strict=True):
+                assert torch.equal(before, after)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=rtol, atol=rtol)
+
+
 # 10 units and 7 inputs are no multiples of the block.
 @pytest.mark.parametrize("name", LAYERS)
 def test_padded_layers_and_batches_first(name):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
-from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
+from ..ops.recurrent import Steps, gather_rows, hidden_states, linear_of, unrolled
 from .padding import pad
 from .recurrent import Recurrent, SparseOptions, cast
 
@@ -38,11 +38,18 @@ class HiddenOnly(Recurrent):
         def step(of_input: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             return self._step(of_input, linear_of(h, weight, layout, biases[1]), h), c
 
-        of_inputs = gather_rows(linear_of(pad(x, input_layout), input_weight, input_layout, biases[0]), index)
-        return unrolled(steps, step, (of_inputs,), h, c)
+        of_inputs = linear_of(pad(x, input_layout), input_weight, input_layout, biases[0])
+        fused = hidden_states(steps, self._kind, of_inputs, index, h, weight, layout, biases[1])
+        if fused is not None:
+            return *fused, c
+        return unrolled(steps, step, (gather_rows(of_inputs, index),), h, c)
+
+    @property
+    def _kind(self) -> str:
+        """The name of the step in the compiled core: "gru", "tanh" or "relu"."""
+        raise NotImplementedError
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """Return the next state from h and the products of input and state with the weights, gates side by side."""
         """Return the next h from the products with the input and with h, which include their biases."""
         raise NotImplementedError
 
@@ -77,6 +84,7 @@ class GRU(HiddenOnly):
     """
 
     gates = 3
+    _kind = "gru"
 
     def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
         """Return the next state from h and the products of input and state with the weights, gates side by side."""
@@ -109,6 +117,10 @@ class RNN(HiddenOnly):
     """
 
     gates = 1
+
+    @property
+    def _kind(self) -> str:
+        return self.nonlinearity
 
     def __init__(
         self,

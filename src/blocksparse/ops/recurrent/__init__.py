@@ -1,6 +1,7 @@
 """Recurrences over whole sequences: one product per step, fused gates, and one product per weight's gradient."""
 
 from .graph import KINDS
+from .hidden import hidden_states
 from .int8_lstm import Int8LSTM
 from .lstm import LSTM, unrolled
 from .multiplicative_lstm import MultiplicativeLSTM
@@ -16,6 +17,7 @@ __all__ = [
     "Steps",
     "Times",
     "gather_rows",
+    "hidden_states",
     "linear_of",
     "scan",
     "unrolled",

@@ -69,6 +69,32 @@ def forward(
     _run("lstm_forward", weights, steps, False, tensors)
 
 
+def hidden_forward(
+    weights: Weights, steps: Steps, kind: str, pre: Tensor, index: Tensor | None, bias: Tensor | None,
+    hs: StateTrajectory,
+) -> None:  # fmt: skip
+    """Compute the states `hs` of all steps of a GRU or a plain recurrence.
+
+    Args:
+        weights, steps, index: as in `forward`.
+        kind: "gru", "tanh" or "relu".
+        pre: `[rows, gates * hidden]`, the products of the inputs, or with an index a table of such rows.
+        bias: `[gates * hidden]`, added to the product of the state, or None.
+        hs: the states, which are written.
+    """
+    hidden, dtype = _sizes(weights)
+    features, inputs = weights[0][1].shape[0], steps.rows if index is None else len(pre)
+    z = weights[0][0].new_empty(steps.batch * features)
+    tensors: list[CoreTensor] = [
+        ("z", z, (len(z),), dtype),
+        ("pre", pre, (inputs, features), dtype),
+        *_index(index, steps, inputs),
+        ("bias", bias, (features,), dtype),
+        *_states_of("h", steps, hs, hidden, dtype),
+    ]
+    _run("hidden_forward", weights, steps, False, tensors, kind=kind)
+
+
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
 
 
@@ -241,16 +267,17 @@ def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[CoreTensor]:
 def _states(
     steps: Steps, hs: StateTrajectory, cs: StateTrajectory, hidden: int, dtype: torch.dtype
 ) -> list[CoreTensor]:
-    """Return the tensors of the states; the final states of aligned sequences are those behind the last step."""
-    tensors: list[CoreTensor] = []
-    for name, path, of in (("h", hs, dtype), ("c", cs, SUM_DTYPES[dtype])):
-        final = None if steps.aligned else path.final.view(-1)
-        tensors += [
-            (f"{name}_before", path.all_before, (steps.rows, hidden), of),
-            (f"{name}_after", path.all_after, (steps.rows, hidden), of),
-            (f"{name}_final", final, (steps.batch * hidden,), of),
-        ]
-    return tensors
+    """Return the tensors of both states."""
+    return [*_states_of("h", steps, hs, hidden, dtype), *_states_of("c", steps, cs, hidden, SUM_DTYPES[dtype])]
+
+
+def _states_of(name: str, steps: Steps, states: StateTrajectory, hidden: int, dtype: torch.dtype) -> list[CoreTensor]:
+    """Return the tensors of a state; the final states of aligned sequences are those behind the last step."""
+    return [
+        (f"{name}_before", states.all_before, (steps.rows, hidden), dtype),
+        (f"{name}_after", states.all_after, (steps.rows, hidden), dtype),
+        (f"{name}_final", None if steps.aligned else states.final.view(-1), (steps.batch * hidden,), dtype),
+    ]
 
 
 def _gradients(
@@ -299,7 +326,7 @@ def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[CoreTe
 
 
 def _run(
-    name: str, weights: Weights, steps: Steps, transpose: bool, tensors: Sequence[CoreTensor], **rest: float
+    name: str, weights: Weights, steps: Steps, transpose: bool, tensors: Sequence[CoreTensor], **rest: float | str
 ) -> None:
     """Call a function of the core. Rows of matrices may have any stride; other tensors must be contiguous."""
     hidden, dtype = _sizes(weights)
