@@ -61,7 +61,13 @@ BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
 }
 
 // Return the rows of the tallest tile of this width: enough sums to hide the latency of multiplications.
-constexpr int tile_rows(int64_t vectors) { return vectors == 1 ? 2 * kTileRows : kTileRows; }
+constexpr int tile_rows(int64_t vectors) {
+  return vectors > 1 ? kTileRows : kTileRows == 8 ? 2 * kTileRows : 3 * kTileRows;
+}
+
+BLOCKSPARSE_INLINE void fetch_lines(const char* from, int64_t bytes) {
+  for (const char* line = from; line < from + bytes; line += 64) __builtin_prefetch(line);
+}
 
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
@@ -72,21 +78,30 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   Vector<Sum> sum[kRows][kVectors] = {};
 
   const int64_t w_row = terms.w_row, tile = row / tile_rows(kVectors);
+  // Tall tiles have groups of rows with an address each, which share the registers of their offsets. With 16 registers
+  // they have none left for the addresses of prefetches, which then come before the steps.
+  constexpr bool kTall = kVectors == 1 && kTileRows == 4 && kRows > kTileRows;
+  constexpr int kGroups = kTall ? kRows / 4 : kRows > 8 ? 2 : 1, kGroup = (kRows + kGroups - 1) / kGroups;
   for (int t = 0; t < terms.count; ++t) {
-    const Unit* w = terms.w[t] + row * w_row;
-    // Tall tiles have two halves, whose rows share the registers of their offsets.
-    constexpr int kHalf = kRows > 8 ? (kRows + 1) / 2 : kRows;
-    const Unit* below = w + kHalf * w_row;
+    const Unit* w[kGroups];
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) w[g] = terms.w[t] + (row + g * kGroup) * w_row;
     const Unit* x = terms.x[t] + x_offset;
     const bool fetch = t < terms.next_count;
     const int64_t next_w_bytes = fetch ? terms.next_w_bytes : 0, next_x_bytes = fetch ? terms.next_x_bytes : 0;
     const char* next_w = fetch ? terms.next_w[t] + tile * terms.steps * next_w_bytes : nullptr;
     const char* next_x = fetch ? terms.next_x[t] + tile * terms.steps * next_x_bytes : nullptr;
+    if constexpr (kTall && kGather == Gather::kTerm) {
+      if (fetch) {
+        fetch_lines(next_w, terms.steps * next_w_bytes);
+        fetch_lines(next_x, terms.steps * next_x_bytes);
+      }
+    }
     int64_t at = 0;
-    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, below += terms.w_step, at += terms.x_step) {
+    for (int64_t k = 0; k < terms.steps; ++k, at += terms.x_step) {
       Vector<Unit> in[kVectors];
       if constexpr (kGather == Gather::kTerm || kGather == Gather::kStream) {
-        if constexpr (kGather == Gather::kTerm) {
+        if constexpr (kGather == Gather::kTerm && !kTall) {
           __builtin_prefetch(next_w);
           __builtin_prefetch(next_x);
           next_w += next_w_bytes;
@@ -101,10 +116,12 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
       }
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Unit weight = load_unit(r < kHalf ? w + r * w_row : below + (r - kHalf) * w_row);
+        const Unit weight = load_unit(w[r / kGroup] + r % kGroup * w_row);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = E::multiply_add(weight, in[v], sum[r][v]);
       }
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) w[g] += terms.w_step;
     }
   }
 
@@ -126,8 +143,14 @@ static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t row
 #define BLOCKSPARSE_ROWS(count)         \
   for (; r + count <= rows; r += count) \
   register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
-  if constexpr (tile_rows(kVectors) > 8) BLOCKSPARSE_ROWS(16);
-  if constexpr (tile_rows(kVectors) > 4) BLOCKSPARSE_ROWS(8);
+  constexpr int kMost = tile_rows(kVectors);
+  if constexpr (kMost == 12) {
+    // Two tiles of 8 rows are faster than one of 12 and one of 4.
+    for (; r + 12 <= rows && rows - r != 16; r += 12)
+      register_tile<E, 12, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row);
+  }
+  if constexpr (kMost == 16) BLOCKSPARSE_ROWS(16);
+  if constexpr (kMost >= 8) BLOCKSPARSE_ROWS(8);
   BLOCKSPARSE_ROWS(4);
   BLOCKSPARSE_ROWS(2);
   BLOCKSPARSE_ROWS(1);
