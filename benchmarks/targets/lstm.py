@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isqrt
 from time import perf_counter
 from typing import Any
 
@@ -31,9 +30,6 @@ WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
 # Dense layers of this width must not be measurably slower than torch.nn.LSTM; inference uses the same kernel.
 DENSE_WIDTH, DENSE_TIME = 512, 1.01
-# Inference of single layers with few sequences and steps, as in a service.
-FEW_WIDTHS, FEW_DENSITY = (4096, 1024), 0.1
-FEW = ((1, 1), (1, 32), (8, 1), (8, 32), (32, 1), (32, 32))  # sequences and steps
 # Training a net of this width must fit into this much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
 MEMORY = 8 * 2**30
@@ -71,8 +67,6 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     yield wide_row(bench, equal, 64, widths[0], None)
     yield dense_row(bench, equal, dense)
     yield dense_row(bench, replace(equal, pass_="inference"), dense)
-    for width in FEW_WIDTHS:
-        yield from few_rows(bench, width // (32 if quick else 1))
     yield memory_row(shrink_spec(WIDEST, 16 if quick else 1))
 
 
@@ -128,28 +122,6 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
     return timed.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
-
-
-def few_rows(bench: LstmBench, width: int) -> RowIterator:
-    """Yield rows of inference of one layer against torch.nn.LSTM with the same number of parameters."""
-    torch.manual_seed(bench.seed)
-    ours = LSTM(width, width, density=FEW_DENSITY)
-    parameters = sum(parameter.numel() for parameter in ours.parameters())
-    narrow = max(isqrt(parameters // 8), 1)  # 8 narrow^2 weights
-    theirs, cell = nn.LSTM(narrow, narrow), nn.LSTMCell(narrow, narrow)
-    for batch, steps in FEW:
-        calls = {
-            OURS: forward(ours, torch.randn(steps, batch, width)),
-            "torch.nn.LSTM": forward(theirs, torch.randn(steps, batch, narrow)),
-        }
-        if steps == 1:  # for one step, a cell takes a tenth of the layer's time
-            calls["torch.nn.LSTMCell"] = forward(cell, torch.randn(batch, narrow))
-        timed = race(calls, bench.rounds, bench.budget)
-        best = min((name for name in calls if name != OURS), key=lambda name: timed.samples.time(name).median)
-        work = f"inference, one LSTM layer of {width} units, density {FEW_DENSITY:g}, {batch} sequences, {steps} steps"
-        more = f" of {narrow} units; {1e3 * timed.samples.time(OURS).median:.3g} ms"
-        goal = ">= 1x torch's LSTM of as many parameters"
-        yield timed.row(work, best, OURS, best, least=1.0, target=goal, more=more)
 
 
 def _time_layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
