@@ -11,26 +11,47 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// Read a vector of tokens of one output, or of two neighbouring ones, in the order of memory.
+// What is left to do with sums when they are written. (GELU and SiLU would be too much code here.)
 template <class E>
-BLOCKSPARSE_INLINE auto output_units(const typename E::Sum* sums, int64_t width) {
+struct Finish {
+  const typename E::Storage* bias;  // of the first output, or null
+  bool relu;
+
+  bool needed() const { return bias || relu; }
+
+  __attribute__((always_inline)) Vector<typename E::Sum> operator()(Vector<typename E::Sum> v, int64_t output) const {
+    if (bias) v = v + broadcast(E::to_sum(bias[output]));
+    return relu ? activated(v, Activation::kRelu) : v;
+  }
+};
+
+// Read a vector of tokens of one output, or of two neighbouring ones, in the order of memory.
+template <class E, class Each>
+BLOCKSPARSE_INLINE auto output_units(const typename E::Sum* sums, int64_t width, int64_t output, const Each& each) {
   if constexpr (sizeof(typename E::Storage) == 2) {
-    return E::pairs(load(sums), load(sums + width));
+    return E::pairs(each(load(sums), output), each(load(sums + width), output + 1));
   } else {
-    return load(sums);
+    return each(load(sums), output);
   }
 }
 
 // Write kUnits units of up to a vector of tokens. Whole vectors bypass the caches if y `streams`.
 template <class E, int kUnits>
-void turn_outputs(const typename E::Sum* sums, int64_t width, int64_t tokens, typename E::Storage* y, int64_t stride,
-                  bool streams) {
-  using Units = decltype(output_units<E>(sums, width));
+void turn_outputs(const typename E::Sum* sums, int64_t width, int64_t tokens, int64_t output, const Finish<E>& finish,
+                  typename E::Storage* y, int64_t stride, bool streams) {
+  const auto as_they_are = [](Vector<typename E::Sum> v, int64_t) { return v; };
+  using Units = decltype(output_units<E>(sums, width, output, as_they_are));
   using Unit = std::remove_reference_t<decltype(Units{}[0])>;
   constexpr int n = kLanes<Unit>, kOutputs = sizeof(Unit) / sizeof(typename E::Storage);
   Units v[kUnits];
+  if (finish.needed()) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kUnits; ++i) v[i] = output_units<E>(sums + i * kOutputs * width, width);
+    for (int i = 0; i < kUnits; ++i)
+      v[i] = output_units<E>(sums + i * kOutputs * width, width, output + i * kOutputs, finish);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kUnits; ++i) v[i] = output_units<E>(sums + i * kOutputs * width, width, output, as_they_are);
+  }
   transpose<Unit, kUnits>(v);
   if (kUnits == n && tokens == n) {
     if (streams && reinterpret_cast<uintptr_t>(y) % kVectorBytes == 0) {
@@ -66,7 +87,9 @@ void write_outputs(const LinearOutputs& outputs) {
   using Sum = typename E::Sum;
   using Storage = typename E::Storage;
   constexpr int n = kLanes<Sum>, kPack = sizeof(Storage) == 2 ? 2 : 1;
-  if (outputs.bias || outputs.activation != Activation::kNone) finish_sums<E>(outputs);
+  const bool relu = outputs.activation == Activation::kRelu, early = !relu && outputs.activation != Activation::kNone;
+  const Finish<E> finish = {early ? nullptr : static_cast<const Storage*>(outputs.bias), relu};
+  if (early) finish_sums<E>(outputs);
   const int64_t width = outputs.width, stride = outputs.y_stride;
   for (int64_t t = 0; t < outputs.tokens; t += n) {
     const int64_t tokens = smaller<int64_t>(n, outputs.tokens - t);
@@ -75,7 +98,7 @@ void write_outputs(const LinearOutputs& outputs) {
     int64_t o = 0;
 #define BLOCKSPARSE_UNITS(units)                                     \
   for (; o + (units) * kPack <= outputs.count; o += (units) * kPack) \
-  turn_outputs<E, (units)>(sums + o * width, width, tokens, y + o, stride, outputs.streams)
+  turn_outputs<E, (units)>(sums + o * width, width, tokens, o, finish, y + o, stride, outputs.streams)
     BLOCKSPARSE_UNITS(n);
     if constexpr (n >= 4) BLOCKSPARSE_UNITS(n / 2);
     if constexpr (n >= 8) BLOCKSPARSE_UNITS(n / 4);
@@ -83,7 +106,7 @@ void write_outputs(const LinearOutputs& outputs) {
 #undef BLOCKSPARSE_UNITS
     if (o < outputs.count) {  // half a unit
       Storage last[n];
-      E::store_sums(last, load(sums + o * width));
+      E::store_sums(last, finish(load(sums + o * width), o));
       for (int64_t i = 0; i < tokens; ++i) y[i * stride + o] = last[i];
     }
   }
