@@ -436,6 +436,14 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_changes():
     assert same(model, state)
 
 
+def test_a_compiled_model_is_observed():
+    model, x = mlp(), correlated(60, 24)
+    expected = bs.sparsify(model, 0.5, data=[x], **SMALL)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    assert torch.equal(bs.sparsify(compiled, 0.5, data=[x], **SMALL)._orig_mod(x), expected(x))
+
+
 def test_given_layouts_are_used():
     layer, x = nn.Linear(24, 16).double(), correlated(60, 24)
     layout = bs.patterns.random((16, 24), block_size=4, density=0.5, seed=0)

@@ -108,19 +108,19 @@ def test_models_in_16_bits_stay_as_least_squares_left_them(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), alone.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("limit", [1e3, 1e6])
+@pytest.mark.parametrize("limit", [1e3, 5e7])
 def test_the_work_is_bounded(limit, monkeypatch):
     model, x = trained()
     steps, step = [], torch.optim.Adam.step
     monkeypatch.setattr(joint, "MAX_FLOPS", limit)
     monkeypatch.setattr(torch.optim.Adam, "step", lambda self, *args: steps.append(self) or step(self, *args))
     reconstruct(model, x.split(16))
-    assert len(steps) == 3 if limit == 1e3 else 3 < len(steps) < 3 * joint.STEPS  # two blocks and the model
+    assert len(steps) == 0 if limit == 1e3 else joint.MIN_STEPS < len(steps) < 3 * joint.STEPS  # two blocks, the model
 
 
 def test_an_error_that_grows_is_undone(monkeypatch):
     model, x = trained()
-    monkeypatch.setattr(joint, "_train", lambda block, records, parameters, masks, _: [
+    monkeypatch.setattr(joint, "_train", lambda block, records, parameters, masks, *_: [
         parameter.data.mul_(3) for parameter in parameters.values()])  # fmt: skip
     made = reconstruct(model, [x]).model
     without_joint_fits(monkeypatch)

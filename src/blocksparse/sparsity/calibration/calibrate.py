@@ -72,7 +72,7 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
     hooks = [module.register_forward_pre_hook(_hook_of(observer), with_kwargs=True) for module in modules]
     empty = True
     try:
-        with _evaluating(model):
+        with with_all_modules(model):
             for batch in batches:
                 empty = False
                 args, kwargs = arguments_of(batch, max_args, device)
@@ -91,12 +91,12 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and turn off PyTorch's fused encoder layers, which bypass the modules inside them."""
+def with_all_modules(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode, and turn off what bypasses hooks of modules: fused encoder layers and compiled code."""
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with evaluation_mode(model):
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

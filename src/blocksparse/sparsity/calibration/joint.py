@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import BlockSparseError
-from ...surgery.model_tools import evaluation_mode
 from ..distillation import compare
-from .calibrate import byte_count, observe, sample_count
+from .calibrate import byte_count, observe, sample_count, with_all_modules
 from .passes import MAX_BYTES
 from .sequences import MIN_VALUE, RATE, root_mean_square
 
-# Steps of Adam and the samples of each; fewer steps if all of them would take more floating-point operations.
-STEPS, SAMPLES, MAX_FLOPS = 300, 8, 3e12
+# Steps of Adam and the samples of each. Fewer steps if all of them would take more floating-point operations; none if
+# that leaves too few to gain much, as for large convolutions.
+STEPS, SAMPLES, MAX_FLOPS, MIN_STEPS = 300, 8, 3e12, 100
 # This fraction of the samples is left out, to find out whether the fit reduces the error.
 HELD_OUT = 1 / 8
 
@@ -71,6 +72,9 @@ def fit_block(
         first = _record(dense, name, chunks[:1])
     except BlockSparseError:  # not all arguments have an axis of samples
         chunks, first = batches, _record(dense, name, batches[:1])
+    steps = _affordable_steps(dense.get_submodule(name), first)
+    if steps < MIN_STEPS:
+        return
     chunks = chunks[: max(1, MAX_BYTES // max(1, byte_count(tree_leaves(first))))]
     records, targets = (_record(each, name, chunks) for each in (model, dense))
     if not records or len(records) != len(targets):
@@ -78,10 +82,8 @@ def fit_block(
     records = [(args, kwargs, target[2]) for (args, kwargs, _), target in zip(records, targets, strict=True)]
     old = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     modes = {parameter: parameter.requires_grad for parameter in block.parameters()}
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it has no gradients
     try:
-        with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(block):
+        with torch.inference_mode(False), torch.enable_grad(), with_all_modules(block):
             for parameter in modes:
                 parameter.requires_grad_(False)
             for parameter in parameters.values():
@@ -90,15 +92,24 @@ def fit_block(
                 return
             fitted, left_out = _divide(records)
             before = _error(block, left_out, not name)
-            _train(block, fitted, parameters, trained, not name)
+            _train(block, fitted, parameters, trained, steps, not name)
             improved = _error(block, left_out, not name) < before
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
         for parameter, mode in modes.items():
             parameter.requires_grad_(mode)
     if not improved:
         for key, parameter in parameters.items():
             parameter.detach().copy_(old[key])
+
+
+def _affordable_steps(block: nn.Module, records: list[Record]) -> int:
+    """Return the number of steps that the bound on floating-point operations allows, by a call on a record."""
+    if not records:
+        return 0
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), with_all_modules(block), warnings.catch_warnings(action="ignore"), counter as forward:
+        _call(block, records[0])  # compiled modules warn of the counter's hooks
+    return min(STEPS, int(MAX_FLOPS / (3 * forward.get_total_flops() + 1)))
 
 
 def _split(batches: list[Any]) -> Iterator[Any]:
@@ -154,15 +165,13 @@ def _train(
     records: list[Record],
     parameters: Mapping[str, nn.Parameter],
     masks: Mapping[str, Tensor | None],
+    steps: int,
     is_model: bool,
 ) -> None:
     """Train parameters of a block or model by Adam to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
     rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in parameters.values()]
     optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
-    with torch.no_grad(), FlopCounterMode(display=False) as forward:
-        _call(block, records[0])
-    steps = max(1, min(STEPS, int(MAX_FLOPS / (3 * forward.get_total_flops() + 1))))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
     for _ in range(steps):
         record = records[int(torch.randint(len(records), (), generator=generator))]
