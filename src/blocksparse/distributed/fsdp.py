@@ -107,6 +107,7 @@ def _resize(record: Any, parameter: Any, local: Tensor, rows: int) -> None:
     parameter.data = new  # sets the sizes only; a DTensor's attributes follow
     parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
     record.sharded_param, record._sharding_spec = parameter, new._spec
+    getattr(record, "_sharding_spec_by_dtype", {}).clear()  # a cache of PyTorch 2.15
     record._orig_size, record._contiguous_orig_stride = new.shape, new.stride()
     record.sharded_size, record.contiguous_sharded_stride = local.shape, padded.stride()
     record.padded_sharded_param_size = padded.shape
