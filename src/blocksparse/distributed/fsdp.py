@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError
 from ..surgery.sharding import is_dtensor
 
-# The attributes that we use of `FSDPParam`, the record of a parameter, in PyTorch 2.10 to 2.14.
+# The attributes that we use of `FSDPParam`, the record of a parameter, in PyTorch 2.10 to 2.15.
 _NEEDED = (
     "_module_info",
     "_orig_size",
@@ -65,7 +65,7 @@ def _check_record(record: Any, name: str) -> Any:
     if missing:
         raise BlockSparseError(
             f"{name} is sharded by FSDP2 of PyTorch {torch.__version__}, whose records have no {', '.join(missing)}: "
-            "use PyTorch 2.10 to 2.14"
+            "use PyTorch 2.10 to 2.15"
         )
     if record.sharded_state.name != "SHARDED":
         raise BlockSparseError(

@@ -166,7 +166,7 @@ class _WatchedCompute:
 def _ddp_groups() -> list[Any]:
     """Return the process group of the DistributedDataParallel whose forward pass is running, if any, as a list."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    # A private name of PyTorch, present in at least 2.0 to 2.14.
+    # A private name of PyTorch, present in at least 2.0 to 2.15.
     active = parallel and parallel.DistributedDataParallel._active_ddp_module
     return [active.process_group] if active else []
 
