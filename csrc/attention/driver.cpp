@@ -36,7 +36,7 @@ void* turned(const InstructionSet& isa, DType dtype, const AttentionCall& call, 
     const int64_t first = i % blocks * call.block_k;
     if (!seen[i % blocks]) return;
     kernels.pack_panel(at(from, (i / blocks * call.keys + first) * features * size), features,
-                       std::min(call.block_k, call.keys - first), 0, features, padded, at(to, i * bytes));
+                       std::min(call.block_k, call.keys - first), 0, features, padded, 1, at(to, i * bytes));
   });
   return to;
 }

@@ -142,32 +142,39 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
 }
 
 #if defined(BLOCKSPARSE_TILES)
+// Some terms of a class at the positions of a run from `first` on, and outputs from `column` on.
+template <class E>
+struct RunTerms {
+  const uint32_t* x;
+  const ClassTerms<E>& terms;
+  int64_t column, count, steps, a_row, a_step, b_row, b_step;
+
+  const uint32_t* a(int64_t t, int64_t row) const { return x + row * a_row + terms.offset[t]; }
+  const uint32_t* b(int64_t t, int64_t c) const { return terms.w[t] + column + c * kTile; }
+};
+
 // Whole tiles of all runs come first, since changing the height of tiles is slow.
 template <class E>
 void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, float* sums) {
   const uint32_t* x = static_cast<const uint32_t*>(piece.x);
   const int64_t depth = smaller(kTile, piece.steps), whole = terms.begin + (terms.end - terms.begin) / kTile * kTile;
-  const uint32_t* a[kConvGroup];
-  const uint32_t* b[2][kConvGroup];
   for (int64_t first = terms.begin; first < terms.end; first = first < whole ? whole : terms.end) {
     const int64_t rows = (first < whole ? whole : terms.end) - first;
     configure_tiles(smaller(kTile, rows), depth, kTile);
     for (int64_t r = 0; r < piece.runs; ++r) {
-      for (int64_t i = 0; i < terms.count; ++i) a[i] = x + piece.input[r] + first * piece.input_step + terms.offset[i];
       float* const to = sums + (r * piece.length + first) * piece.padded;
       for (int64_t c = 0; c < piece.padded; c += 2 * kTile) {
-        const int columns = c + kTile < piece.padded ? 2 : 1;
-        for (int64_t i = 0; i < terms.count; ++i) b[0][i] = terms.w[i] + c, b[1][i] = terms.w[i] + c + kTile;
         float* const at[2] = {to + c, to + c + kTile};
-        tile_columns({a,
-                      {b[0], b[1]},
-                      terms.count,
-                      piece.steps / depth,
-                      piece.input_step,
-                      depth,
-                      piece.padded,
-                      depth * piece.padded},
-                     ceil_div(rows, kTile), columns, add, at, piece.padded);
+        const RunTerms<E> run = {x + piece.input[r] + first * piece.input_step,
+                                 terms,
+                                 c,
+                                 terms.count,
+                                 piece.steps / depth,
+                                 piece.input_step,
+                                 depth,
+                                 piece.padded,
+                                 depth * piece.padded};
+        tile_columns(run, ceil_div(rows, kTile), c + kTile < piece.padded ? 2 : 1, add, at, piece.padded);
       }
     }
   }

@@ -1,8 +1,8 @@
-// Products of bfloat16 pairs on AMX tiles: one instruction for 16 x 16 sums, 16 pairs deep.
+// Products on AMX tiles of bfloat16 pairs, or of fours of bytes: one instruction for 16 x 16 sums, 16 units deep.
 //
 // A (rows of weights, or of the transposed gradient) needs no packing in the forward product, since a row of a block is
-// a row of pairs already. B is the packed panel, or packed columns, of the vector kernels. The same code can be built
-// on emulated tiles, so that any AVX-512 CPU tests it.
+// a row of pairs already. B is packed so that each tile is contiguous. The same code can be built on emulated tiles, so
+// that other CPUs test it.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -15,10 +15,9 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-constexpr int64_t kTile = 16;        // rows, and 4-byte columns, of a tile
-constexpr int kPanelTiles = 8;       // vectors of tokens in a panel: enough to pay for transposing a block's weights
-constexpr int64_t kTileGroup = 128;  // units of the sum taken together
-constexpr int64_t kTileStrip = 16;   // sampled blocks of a row, for which the row's gradient is transposed once
+constexpr int64_t kTile = 16;       // rows, and 4-byte columns, of a tile
+constexpr int kPanelTiles = 8;      // vectors of tokens in a panel: more would leave the L2 cache
+constexpr int64_t kTileStrip = 16;  // sampled blocks of a row that are written together
 
 #if defined(BLOCKSPARSE_EMULATED_TILES)
 struct EmulatedTile {
@@ -30,6 +29,7 @@ static thread_local EmulatedTile emulated[8];
 #define BLOCKSPARSE_TILE_LOAD(t, from, stride) emulated_load(emulated[t], from, stride)
 #define BLOCKSPARSE_TILE_STORE(t, to, stride) emulated_store(emulated[t], to, stride)
 #define BLOCKSPARSE_TILE_DOT(c, a, b) emulated_dot(emulated[c], emulated[a], emulated[b])
+#define BLOCKSPARSE_TILE_DOT_BYTES(c, a, b) emulated_dot_bytes(emulated[c], emulated[a], emulated[b])
 
 static inline void emulated_load(EmulatedTile& tile, const void* from, int64_t stride) {
   for (int r = 0; r < tile.rows; ++r)
@@ -57,11 +57,24 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
     store(c.unit[m], bits<Vector<uint32_t>>(sum));
   }
 }
+
+// TDPBUSD: unsigned bytes of A, signed bytes of B, exact sums in int32.
+static inline void emulated_dot_bytes(EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
+  using Sums = Vector<int32_t>;
+  for (int m = 0; m < c.rows; ++m) {
+    Sums sum = bits<Sums>(load(c.unit[m]));
+    for (int k = 0; k < a.columns; ++k)
+      for (int i = 0; i < 32; i += 8)
+        sum += int32_t(a.unit[m][k] >> i & 255) * (bits<Sums>(load(b.unit[k]) << (24 - i)) >> 24);
+    store(c.unit[m], bits<Vector<uint32_t>>(sum));
+  }
+}
 #else
 #define BLOCKSPARSE_TILE_ZERO(c) _tile_zero(c)
 #define BLOCKSPARSE_TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
 #define BLOCKSPARSE_TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define BLOCKSPARSE_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+#define BLOCKSPARSE_TILE_DOT_BYTES(c, a, b) _tile_dpbusd(c, a, b)
 #endif
 
 // The tile intrinsics of some compilers do not declare which memory they read, so that earlier stores might move behind
@@ -96,17 +109,13 @@ static inline void release_tiles() {
 #endif
 }
 
-struct TileTerms {
-  const uint32_t* const* a;     // [terms], of the first row
-  const uint32_t* const* b[2];  // [terms], of each column of tiles
-  int64_t terms, steps;         // steps of `depth` units in each term
-  int64_t a_row, a_step, b_row, b_step;
-};
-
 // Compute kRows x kColumns tiles of sums, row tiles one below the other, columns at `sums[0]` and `sums[1]`.
-template <int kRows, int kColumns>
-static inline void tile_square(const TileTerms& terms, int64_t first_row, bool add, float* const* sums,
-                               int64_t sums_row) {
+//
+// With kBytes, units are fours of bytes, and sums are int32. `terms` has `count` terms of `steps` steps: `a(t, row)` is
+// where rows [row, row + 16) of A begin in term t, and `b(t, c)` where the columns of tile c of B begin. `a_row`,
+// `a_step`, `b_row` and `b_step` are distances in units.
+template <int kRows, int kColumns, bool kBytes, class Terms>
+static inline void tile_square(const Terms& terms, int64_t first_row, bool add, float* const* sums, int64_t sums_row) {
   float* const left = sums[0] + first_row * sums_row;
   float* const right = kColumns > 1 ? sums[1] + first_row * sums_row : nullptr;
   const int64_t row_bytes = sums_row * 4, below = kTile * sums_row;
@@ -121,19 +130,32 @@ static inline void tile_square(const TileTerms& terms, int64_t first_row, bool a
     if constexpr (kRows > 1) BLOCKSPARSE_TILE_ZERO(2);
     if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_ZERO(3);
   }
-  for (int64_t t = 0; t < terms.terms; ++t) {
-    const uint32_t* a = terms.a[t] + first_row * terms.a_row;
-    const uint32_t* b0 = terms.b[0][t];
-    const uint32_t* b1 = kColumns > 1 ? terms.b[1][t] : nullptr;
+  for (int64_t t = 0; t < terms.count; ++t) {
+    const uint32_t* a0 = terms.a(t, first_row);
+    const uint32_t* a1 = kRows > 1 ? terms.a(t, first_row + kTile) : nullptr;
+    const uint32_t* b0 = terms.b(t, 0);
+    const uint32_t* b1 = kColumns > 1 ? terms.b(t, 1) : nullptr;
     for (int64_t k = 0; k < terms.steps; ++k) {
-      BLOCKSPARSE_TILE_LOAD(4, a + k * terms.a_step, terms.a_row * 4);
-      if constexpr (kRows > 1) BLOCKSPARSE_TILE_LOAD(5, a + k * terms.a_step + kTile * terms.a_row, terms.a_row * 4);
+#define BLOCKSPARSE_DOT(c, a, b)         \
+  if constexpr (kBytes)                  \
+    BLOCKSPARSE_TILE_DOT_BYTES(c, a, b); \
+  else                                   \
+    BLOCKSPARSE_TILE_DOT(c, a, b)
+      BLOCKSPARSE_TILE_LOAD(4, a0 + k * terms.a_step, terms.a_row * 4);
       BLOCKSPARSE_TILE_LOAD(6, b0 + k * terms.b_step, terms.b_row * 4);
-      if constexpr (kColumns > 1) BLOCKSPARSE_TILE_LOAD(7, b1 + k * terms.b_step, terms.b_row * 4);
-      BLOCKSPARSE_TILE_DOT(0, 4, 6);
-      if constexpr (kColumns > 1) BLOCKSPARSE_TILE_DOT(1, 4, 7);
-      if constexpr (kRows > 1) BLOCKSPARSE_TILE_DOT(2, 5, 6);
-      if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_DOT(3, 5, 7);
+      BLOCKSPARSE_DOT(0, 4, 6);
+      if constexpr (kColumns > 1) {
+        BLOCKSPARSE_TILE_LOAD(7, b1 + k * terms.b_step, terms.b_row * 4);
+        BLOCKSPARSE_DOT(1, 4, 7);
+      }
+      if constexpr (kRows > 1) {
+        BLOCKSPARSE_TILE_LOAD(5, a1 + k * terms.a_step, terms.a_row * 4);
+        BLOCKSPARSE_DOT(2, 5, 6);
+      }
+      if constexpr (kRows > 1 && kColumns > 1) {
+        BLOCKSPARSE_DOT(3, 5, 7);
+      }
+#undef BLOCKSPARSE_DOT
     }
   }
   BLOCKSPARSE_TILE_STORE(0, left, row_bytes);
@@ -142,31 +164,19 @@ static inline void tile_square(const TileTerms& terms, int64_t first_row, bool a
   if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_STORE(3, right + below, row_bytes);
 }
 
-static inline void tile_columns(const TileTerms& terms, int64_t row_tiles, int columns, bool add, float* const* sums,
+template <bool kBytes = false, class Terms>
+static inline void tile_columns(const Terms& terms, int64_t row_tiles, int columns, bool add, float* const* sums,
                                 int64_t sums_row) {
-  finish_stores(*terms.a);
+  finish_stores(&terms);
   for (int64_t r = 0; r < row_tiles; r += 2) {
-    const auto square = r + 1 < row_tiles ? (columns > 1 ? tile_square<2, 2> : tile_square<2, 1>)
-                                          : (columns > 1 ? tile_square<1, 2> : tile_square<1, 1>);
+    const auto square = r + 1 < row_tiles
+                            ? (columns > 1 ? tile_square<2, 2, kBytes, Terms> : tile_square<2, 1, kBytes, Terms>)
+                            : (columns > 1 ? tile_square<1, 2, kBytes, Terms> : tile_square<1, 1, kBytes, Terms>);
     square(terms, r * kTile, add, sums, sums_row);
   }
 }
 
 static inline bool fills_tiles(int64_t size) { return size <= kTile || size % kTile == 0; }
-
-// Transpose [depth, width] units, rows `from_row` apart, to [width, depth]. Both sizes are whole tiles or less than
-// one.
-static inline void transpose_units(const uint32_t* from, int64_t from_row, int64_t depth, int64_t width, uint32_t* to,
-                                   int64_t to_row) {
-  for (int64_t k = 0; k < depth; k += kTile)
-    for (int64_t i = 0; i < width; i += kTile) {
-      const int64_t high = smaller(kTile, depth - k), wide = smaller(kTile, width - i);
-      Vector<uint32_t> v[kTile] = {};
-      for (int64_t r = 0; r < high; ++r) memcpy(&v[r], from + (k + r) * from_row + i, wide * sizeof(uint32_t));
-      transpose<uint32_t>(v);
-      for (int64_t c = 0; c < wide; ++c) memcpy(to + (i + c) * to_row + k, &v[c], high * sizeof(uint32_t));
-    }
-}
 
 }  // namespace BLOCKSPARSE_ISA
 }  // namespace blocksparse

@@ -19,6 +19,8 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 constexpr int64_t kPanelBytes = 8 << 20;
 // If there are at least this many panels per thread, of at most this size, each thread packs its own panels.
 constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
+// On tiles: bytes and least vectors of a panel that a thread packs for itself, and outputs of a piece, two tiles.
+constexpr int64_t kTilePanelBytes = 1 << 20, kLeastOwn = 4, kTileOutputs = 2 * kTileSize;
 // Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
 // caches, fewer would write the values too often. 16-bit types pack all tokens at once, since sums over chunks would
 // round.
@@ -27,8 +29,8 @@ constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // kStreamed: outputs of at least this many bytes bypass the caches. The next reader then has to wait, but making room
 // in the caches and reading the old lines would take longer.
 constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
-// Work of one packing task: units of a panel; steps and features of block columns.
-constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
+// Work of one packing task: units of a panel; steps and features of block columns; bytes of blocks.
+constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024, kTurnedBytes = 32 << 10;
 
 // Tokens cut into panels of about equal width, each a whole number of vectors. `max_bytes` is the size of the widest
 // panel.
@@ -39,6 +41,16 @@ struct Panels {
       : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
     // If the weights do not fit the caches, wider panels read them less often.
     count = ceil_div(vectors, max_bytes > kPanelBytes ? 2 * kernels.max_vectors : kernels.max_vectors);
+  }
+  // Cut panels for tiles, which stay in a core's L2 cache. Return whether each thread gets the same number of them.
+  bool cut_for_tiles(const LinearKernels& kernels, int64_t max_bytes, int64_t threads) {
+    const int64_t most = std::clamp<int64_t>(kTilePanelBytes * kernels.max_vectors / std::max<int64_t>(max_bytes, 1), 2,
+                                             kernels.max_vectors);
+    count = ceil_div(vectors, most);
+    const int64_t even = ceil_div(count, threads) * threads;
+    if (threads > 1 && vectors < kLeastOwn * even) return false;
+    count = even;
+    return true;
   }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
   int64_t first(int64_t p) const { return first_vector(p) * lanes; }
@@ -71,20 +83,30 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const LinearKernels& kernels = linear_kernels(isa, dtype, block_sum);
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
   const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
-  const auto output_of = [&](int64_t j) { return tasks.row[j] * block_out + tasks.begin[j]; };
+  const int64_t depth = kernels.tile_depth(block_out, block_sum);
+  // Pieces on tiles are whole pairs of tiles: one that begins with the second tile of a pair leaves it to the one
+  // before.
+  const auto bound = [&](int64_t output) {
+    return depth ? std::min(ceil_div(output, kTileOutputs) * kTileOutputs, block_out) : output;
+  };
+  const auto begin_of = [&](int64_t j) { return bound(tasks.begin[j]); };
+  const auto end_of = [&](int64_t j) { return bound(tasks.end[j]); };
+  const auto output_of = [&](int64_t j) { return tasks.row[j] * block_out + begin_of(j); };
+  const void* turned = nullptr;  // blocks in the order of rows, no longer transposed
   const auto piece_of = [&](int64_t j, const void* panel, int64_t width) {
     const int64_t row = tasks.row[j], start = tasks.start[row];
     return RowPiece{tasks.start[row + 1] - start,
                     tasks.col + start,
-                    tasks.position + start,
-                    values,
+                    turned ? nullptr : tasks.position + start,
+                    turned ? advance(turned, start * block_out * block_sum * size) : values,
                     block_out,
                     block_sum,
-                    transposed,
-                    tasks.begin[j],
-                    tasks.end[j],
+                    transposed && !turned,
+                    begin_of(j),
+                    end_of(j),
                     panel,
-                    width};
+                    width,
+                    depth};
   };
   // Describe `count` outputs from `output` on, of `here` tokens from `token` on.
   const auto outputs_of = [&](void* sums, int64_t output, int64_t count, int64_t width, int64_t token, int64_t here) {
@@ -104,8 +126,19 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     return parallel_tasks(tasks.tasks, [&](int64_t task) {
       for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j)
         kernels.few_tokens_piece(piece_of(j, x.data, x.stride),
-                                 outputs_of(nullptr, output_of(j), tasks.end[j] - tasks.begin[j], 0, 0, tokens));
+                                 outputs_of(nullptr, output_of(j), end_of(j) - begin_of(j), 0, 0, tokens));
     });
+  }
+  if (depth && transposed) {
+    const int64_t count = tasks.start[out_features / block_out], block_bytes = block_out * block_sum * size;
+    void* to = scratch(Scratch::kTurned, count * block_bytes);
+    const int64_t units = block_sum / kernels.k_pack, at_a_time = std::max<int64_t>(kTurnedBytes / block_bytes, 1);
+    parallel_tasks(ceil_div(count, at_a_time), [&](int64_t i) {
+      for (int64_t b = i * at_a_time; b < std::min((i + 1) * at_a_time, count); ++b)
+        kernels.turn({advance(values, tasks.position[b] * block_bytes), block_out, block_sum, block_out, units,
+                      advance(to, b * block_bytes), units, kTileSize});
+    });
+    turned = to;
   }
   // Compute the outputs of one task for a panel. The thread will probably compute `next_task` next, so that is
   // prefetched.
@@ -117,12 +150,13 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     };
     for (int64_t j = tasks.task_start[task], next; j < tasks.task_start[task + 1]; j = next) {
       const int64_t output = output_of(j);
-      int64_t count = tasks.end[j] - tasks.begin[j];
+      int64_t count = end_of(j) - begin_of(j);
       for (next = j + 1; next < tasks.task_start[task + 1] && output_of(next) == output + count; ++next) {
-        const int64_t more = tasks.end[next] - tasks.begin[next];
+        const int64_t more = end_of(next) - begin_of(next);
         if (count + more > kOutputsAtOnce) break;
         count += more;
       }
+      if (count == 0) continue;
       void* sums = scratch(Scratch::kSums, count * width * size_sum);
       for (int64_t i = j; i < next; ++i)
         kernels.row_piece(piece_of(i, panel, width), piece_of(after(i), panel, width),
@@ -134,14 +168,16 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   };
 
   const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
+  const int64_t panel_depth = std::max<int64_t>(depth, 1);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
-  const Panels panels(tokens, kernels, width_bytes);
-  if (width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
+  Panels panels(tokens, kernels, width_bytes);
+  if (depth ? panels.cut_for_tiles(kernels, width_bytes, thread_count())
+            : width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
     // Each thread packs a panel and multiplies it while it is in its own caches.
     return parallel_tasks(panels.count, [&](int64_t p) {
       void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
-                         panels.width(p), packed);
+                         panels.width(p), panel_depth, packed);
       for (int64_t task = 0; task < tasks.tasks; ++task)
         run_task(task, task + 1, panels.first(p), panels.real(p), packed, panels.width(p));
     });
@@ -157,7 +193,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     parallel_tasks(here * cuts, [&](int64_t i) {
       const int64_t p = first + i / cuts, begin = i % cuts * kPackUnits;
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
-                         std::min(begin + kPackUnits, units), panels.width(p), panel_at(p));
+                         std::min(begin + kPackUnits, units), panels.width(p), panel_depth, panel_at(p));
     });
     const int64_t threads = thread_count();
     parallel_tasks(here * tasks.tasks, [&](int64_t i) {
@@ -173,13 +209,16 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const LinearKernels& kernels = linear_kernels(isa, dtype, 2);  // the sum is over tokens, padded to whole units
   const int64_t size = size_of(dtype), unit = kernels.unit_size;
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
+  const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;  // x then is packed in columns of tiles
+  const int64_t chunk = on_tiles && block_in % kTileSize == 0 ? kTileSize : padded_in;
   const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
   const int64_t token_bytes = std::max<int64_t>((grad.features + x.features) * size, 1);
   const int64_t at_once =
       size == 2 ? std::max<int64_t>(tokens, 1) : std::clamp(kWgradBytes / token_bytes, kLeastTokens, kMostTokens);
 
   for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
-    const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.k_pack);
+    const int64_t here = std::min(at_once, tokens - first), least = on_tiles ? kTileSize : 1;
+    const int64_t steps = ceil_div(here, kernels.k_pack * least) * least;
     const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
       const int64_t block_units = steps * padded;
       void* packed = scratch(slot, blocks * block_units * unit);
@@ -194,15 +233,30 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
       });
       return packed;
     };
-    const void* packed_grad = pack(grad, out_blocks, block_out, block_out, Scratch::kGradients);
-    const void* packed_x = pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
+    const auto turn = [&](const Matrix& from) {
+      void* packed = scratch(Scratch::kGradients, from.features * steps * unit);
+      const int64_t outputs = std::min(kTileSize, block_out), chunks = from.features / outputs;
+      const int64_t at_a_time = kPackFeatures / outputs, cuts = ceil_div(chunks, at_a_time);
+      parallel_tasks(steps / kTileSize * cuts, [&](int64_t i) {
+        const int64_t step = i / cuts * kTileSize, begin = i % cuts * at_a_time, token = step * kernels.k_pack;
+        for (int64_t c = begin; c < std::min(begin + at_a_time, chunks); ++c)
+          kernels.turn({advance(from.data, ((first + token) * from.stride + c * outputs) * size), from.stride,
+                        here - token, outputs, kTileSize, advance(packed, (c * steps + step) * outputs * unit),
+                        kTileSize, 0});
+      });
+      return packed;
+    };
+    const void* packed_grad = on_tiles ? turn(grad) : pack(grad, out_blocks, block_out, block_out, Scratch::kGradients);
+    const bool in_chunks = block_in % chunk == 0;
+    const void* packed_x = in_chunks ? pack(x, x.features / chunk, chunk, chunk, Scratch::kPanels)
+                                     : pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
 
     parallel_tasks(tasks.tasks, [&](int64_t task) {
       const int64_t end = tasks.task_start[task + 1];
       for (int64_t k = tasks.task_start[task], blocks; k < end; k += blocks) {
         for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
         kernels.sampled_strip({blocks, tasks.col + k, advance(packed_grad, tasks.row[k] * steps * block_out * unit),
-                               packed_x, steps, block_out, block_in, padded_in,
+                               packed_x, steps, block_out, block_in, padded_in, chunk,
                                advance(values, k * block_out * block_in * size), first > 0});
       }
     });

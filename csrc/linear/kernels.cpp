@@ -29,7 +29,7 @@ Vector<typename E::Unit> units_up_to(const typename E::Storage* from, int64_t co
 
 template <class E>
 void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit, int64_t width,
-                void* to) {
+                int64_t depth, void* to) {
   using Unit = typename E::Unit;
   using Storage = typename E::Storage;
   constexpr int n = kLanes<Unit>;
@@ -48,11 +48,14 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
               t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kPack, whole * E::kPack) : Vector<Unit>{};
       }
       transpose<Unit>(v);
-      if (whole == n) {
+      if (whole == n && (depth == 1 || depth == n)) {
+        Unit* const first = panel + k * width + t * depth;
+        const int64_t row = depth == 1 ? width : n;
 #pragma GCC unroll 16
-        for (int i = 0; i < n; ++i) store(panel + (k + i) * width + t, v[i]);
+        for (int i = 0; i < n; ++i) store(first + i * row, v[i]);
       } else {
-        for (int i = 0; i < whole; ++i) store(panel + (k + i) * width + t, v[i]);
+        for (int64_t i = 0; i < whole; ++i)
+          store(panel + (k + i) / depth * depth * width + t * depth + (k + i) % depth * (depth == 1 ? 0 : n), v[i]);
       }
     }
   }
@@ -108,6 +111,11 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
         row[f] = t < columns.tokens ? from + t * columns.stride + b * columns.block : nullptr;
       }
       Unit* at = to + s * columns.padded;
+      if (!row[0]) {
+        for (int64_t p = 0; p < smaller<int64_t>(kPieces, last_block - b); ++p)
+          memset(at + p * columns.to_stride, 0, columns.padded * sizeof(Unit));
+        continue;
+      }
       if (whole) {
         Unit units[kLanes<Unit>];
         store(units, step_units<E>(row, 0));
@@ -230,26 +238,84 @@ void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* 
 }
 
 template <class E>
-bool multiply_row_on_tiles_if_pairs(const RowPiece& piece, typename E::Sum* sums) {
-#if defined(BLOCKSPARSE_TILES)
-  if constexpr (E::kPack == 2) {
-    const BlockWeights<E> weights(piece, 1);
-    return multiply_row_on_tiles(piece, sums, [&](int64_t position) { return weights.prepare(piece, position, 0); });
-  }
-#endif
-  (void)piece, (void)sums;
-  return false;
-}
-
-template <class E>
 void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
   using Sum = typename E::Sum;
   Sum* sums = static_cast<Sum*>(to);
   if (piece.blocks == 0) {
     memset(sums, 0, (piece.end - piece.begin) * piece.width * sizeof(Sum));
-  } else if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) {
-    multiply_row<E>(piece, next, sums);
+    return;
   }
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kPack == 2) {
+    if (piece.depth) return multiply_row_on_tiles(piece, sums);
+  }
+#endif
+  multiply_row<E>(piece, next, sums);
+}
+
+template <class E>
+int64_t tile_depth(int64_t block_out, int64_t block_sum) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kPack == 2) return depth_of_tiles(block_out, block_sum);
+#endif
+  (void)block_out, (void)block_sum;
+  return 0;
+}
+
+// With whole tiles, more tokens than these are better on tiles, which read the weights once for all of them.
+constexpr int64_t kFewOnTiles = 2;
+template <class E>
+int64_t copies_for_few_tokens(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed) {
+  const bool whole = tile_depth<E>(block_out, block_sum) == kTileSize && block_out >= kTileSize;
+  if (whole && !transposed && tokens > kFewOnTiles) return 0;
+  return few_tokens<E>(tokens, block_out, block_sum, transposed);
+}
+
+// Load one unit of each of `count` outputs, followed by zeros.
+template <class E>
+Vector<typename E::Unit> step_units_up_to(const typename E::Storage* const* row, int64_t count) {
+  constexpr int n = kLanes<typename E::Unit>;
+  if (count >= n && row[0]) return step_units<E>(row, 0);
+  typename E::Unit padded[n] = {};
+  for (int64_t i = 0; row[0] && i < smaller<int64_t>(n, count); ++i) padded[i] = step_unit<E>(row, i);
+  return load(padded);
+}
+
+template <class E>
+void turn(const TurnedMatrix& matrix) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kPack == 2) {
+    using Storage = typename E::Storage;
+    constexpr int64_t n = kTileSize;
+    for (int64_t k = 0; k < matrix.units; k += n)
+      for (int64_t o = 0; o < matrix.outputs; o += n) {
+        const int64_t outputs = smaller(n, matrix.outputs - o), units = smaller(n, matrix.units - k);
+        const Storage* from = static_cast<const Storage*>(matrix.from) + 2 * k * matrix.stride + o;
+        auto* to = static_cast<typename E::Unit*>(matrix.to) + o * matrix.to_row + k / n * matrix.to_tile;
+        Vector<typename E::Unit> v[n];
+        if (outputs == n && units == n && 2 * (k + n) <= matrix.sum) {
+#pragma GCC unroll 16
+          for (int r = 0; r < n; ++r) {
+            const Storage* const row[2] = {from + 2 * r * matrix.stride, from + (2 * r + 1) * matrix.stride};
+            v[r] = step_units<E>(row, 0);
+          }
+          transpose<typename E::Unit>(v);
+#pragma GCC unroll 16
+          for (int r = 0; r < n; ++r) store(to + r * matrix.to_row, v[r]);
+          continue;
+        }
+        for (int64_t r = 0; r < n; ++r) {
+          const int64_t s = 2 * (k + r);
+          const Storage* const row[2] = {s < matrix.sum ? from + 2 * r * matrix.stride : nullptr,
+                                         s + 1 < matrix.sum ? from + (2 * r + 1) * matrix.stride : nullptr};
+          v[r] = r < units ? step_units_up_to<E>(row, outputs) : Vector<typename E::Unit>{};
+        }
+        transpose<typename E::Unit>(v);
+        for (int64_t r = 0; r < outputs; ++r) memcpy(to + r * matrix.to_row, &v[r], units * sizeof v[0][0]);
+      }
+  }
+#endif
+  (void)matrix;
 }
 
 // -- grad^T x on the layout -----------------------------------------------------------------------------------------
@@ -320,15 +386,6 @@ void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t
 }
 
 template <class E>
-bool sample_on_tiles_if_pairs(const SampledStrip& strip, typename E::Sum* sums, int64_t sums_row) {
-#if defined(BLOCKSPARSE_TILES)
-  if constexpr (E::kPack == 2) return sample_on_tiles(strip, sums, sums_row);
-#endif
-  (void)strip, (void)sums, (void)sums_row;
-  return false;
-}
-
-template <class E>
 void sampled_strip(const SampledStrip& strip) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
@@ -338,7 +395,11 @@ void sampled_strip(const SampledStrip& strip) {
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
   if (strip.steps == 0) {
     memset(sums, 0, size);
-  } else if (!sample_on_tiles_if_pairs<E>(strip, sums, row)) {
+#if defined(BLOCKSPARSE_TILES)
+  } else if (E::kPack == 2 && fills_tiles(strip.block_out)) {
+    sample_on_tiles(strip, reinterpret_cast<float*>(sums), row);
+#endif
+  } else {
     const int blocks = blocks_in_vector<E>(strip.block_in);
     if (blocks == 1) multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
     if constexpr (n >= 4) {
@@ -353,13 +414,21 @@ void sampled_strip(const SampledStrip& strip) {
 
 template <class E>
 constexpr LinearKernels table(int max_vectors) {
-  return {E::kPack,           kLanes<typename E::Sum>,
-          max_vectors,        sizeof(typename E::Unit),
-          pack_panel<E>,      row_piece<E>,
-          write_outputs<E>,   pack_block_columns<E>,
-          padded_in<E>,       strip<E>,
-          sampled_strip<E>,   few_tokens<E>,
-          few_tokens_piece<E>};
+  return {E::kPack,
+          kLanes<typename E::Sum>,
+          max_vectors,
+          sizeof(typename E::Unit),
+          pack_panel<E>,
+          row_piece<E>,
+          write_outputs<E>,
+          pack_block_columns<E>,
+          padded_in<E>,
+          strip<E>,
+          sampled_strip<E>,
+          copies_for_few_tokens<E>,
+          few_tokens_piece<E>,
+          tile_depth<E>,
+          turn<E>};
 }
 
 }  // namespace

@@ -10,13 +10,14 @@ namespace blocksparse {
 struct RowPiece {
   int64_t blocks;           // in this row
   const int32_t* col;       // [blocks], the block of inputs each one multiplies
-  const int64_t* position;  // [blocks], its place in `values`
+  const int64_t* position;  // [blocks], its place in `values`; on tiles it may be null, if they are in order
   const void* values;
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;
   int64_t begin, end;  // outputs of the block row
   const void* panel;   // [in_features / k_pack, width] units; x itself for few tokens
   int64_t width;       // tokens of the padded panel; elements per row of x for few tokens
+  int64_t depth;       // 0, or on tiles the panel is [in_features / k_pack / depth, width / lanes, depth, lanes]
 };
 
 // y[tokens, outputs] = activation(sums + bias), for contiguous outputs.
@@ -44,21 +45,34 @@ struct BlockColumns {
 struct SampledStrip {
   int64_t blocks;
   const int32_t* col;  // [blocks]
-  const void* grad;    // [steps, block_out] units of the block row
-  const void* x;       // [in_blocks, steps, padded_in] units
-  int64_t steps;       // tokens / k_pack
+  const void* grad;  // [steps, block_out] units of the block row; on tiles [tiles of outputs, steps / 16, outputs, 16]
+  const void* x;     // [in_features / chunk, steps, chunk] units, of features padded by block
+  int64_t steps;     // tokens / k_pack
   int64_t block_out, block_in, padded_in;
-  void* values;  // [blocks, block_out, block_in]
-  bool add;      // to what `values` holds
+  int64_t chunk;  // padded_in, or on tiles perhaps less
+  void* values;   // [blocks, block_out, block_in]
+  bool add;       // to what `values` holds
 };
+
+// A matrix [sum, outputs] of numbers, transposed to [outputs, units] pairs along the sum. Missing numbers are zeros.
+struct TurnedMatrix {
+  const void* from;
+  int64_t stride, sum, outputs, units;
+  void* to;
+  int64_t to_row, to_tile;  // units from an output to the next, and from 16 units of one to the next 16
+};
+
+// Outputs, and units of the sum, in a tile.
+constexpr int64_t kTileSize = 16;
 
 struct LinearKernels {
   int k_pack;       // numbers per unit along the sum
   int lanes;        // units, and sums, in a vector
   int max_vectors;  // of tokens in a panel
   size_t unit_size;
+  // Pack the panel of RowPiece; a depth of 1 means rows of units.
   void (*pack_panel)(const void* x, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit,
-                     int64_t width, void* panel);
+                     int64_t width, int64_t depth, void* panel);
   // Compute sums [outputs, width], and prefetch `next`, which is probably computed next.
   void (*row_piece)(const RowPiece&, const RowPiece& next, void* sums);
   void (*write_outputs)(const LinearOutputs&);
@@ -72,6 +86,9 @@ struct LinearKernels {
   // so `sums` and `width` of LinearOutputs are not used.
   int64_t (*few_tokens)(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed);
   void (*few_tokens_piece)(const RowPiece&, const LinearOutputs&);
+  // For tiles: the depth of a panel's tiles, or 0 for products without tiles.
+  int64_t (*tile_depth)(int64_t block_out, int64_t block_sum);
+  void (*turn)(const TurnedMatrix&);
 };
 
 // Return the kernels of `dtype` for blocks with `block_sum` inputs. Pairs of bfloat16 need an even number.

@@ -57,6 +57,21 @@ def test_layouts_with_all_blocks_keep_the_contract_in_the_dense_product(backend,
 
 
 @on_every_isa
+@pytest.mark.parametrize("block", [32, (48, 96), (80, 64)], ids=str)
+@pytest.mark.parametrize("tokens", [3, 17, 150])
+def test_long_rows_are_right_where_a_plan_cuts_them(backend, block, tokens):
+    height, width = (block, block) if isinstance(block, int) else block
+    layout = bs.patterns.dense((height * 20, width * 20), block_size=block)
+    assert len(row_plan(layout, False).row) > 20
+    x, grad = torch.randn(tokens, width * 20).bfloat16(), torch.randn(tokens, height * 20).bfloat16()
+    values = torch.randn(layout.values_shape).bfloat16()
+    weight = bs.to_dense(values.double(), layout)
+    with running(backend):
+        assert_close(forward(x, values, layout), x.double() @ weight.T, 1e-2)
+        assert_close(dgrad(grad, values, layout), grad.double() @ weight, 1e-2)
+
+
+@on_every_isa
 @pytest.mark.parametrize("block", [8, 32])
 def test_a_token_has_the_same_bits_among_a_few_others_and_among_many(backend, block):
     # A few tokens are summed in another order than many. In each case the others make no difference.
