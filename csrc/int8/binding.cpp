@@ -35,7 +35,7 @@ Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
 void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::string& dtype,
                     const std::string& activation, int64_t tokens, const PyRows& x, uintptr_t values, uintptr_t scale,
                     uintptr_t sum, int64_t padded_out, uintptr_t bias, uintptr_t y,
-                    const std::vector<std::array<int64_t, 6>>& axes) {
+                    const std::vector<std::array<int64_t, 6>>& axes, bool by_row) {
   require(!plan.transposed, "tasks of x W^T");
   const Patches patches = axes.empty() ? Patches{} : patches_of(axes);
   if (!axes.empty()) {
@@ -43,7 +43,7 @@ void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::s
     blocks_in(tokens, patches[0].output * patches[1].output * patches[2].output);
   }
   const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
-                               static_cast<const int32_t*>(pointer(sum)), padded_out};
+                               static_cast<const int32_t*>(pointer(sum)), padded_out, by_row};
   nb::gil_scoped_release release;
   int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), plan.block.first, plan.block.second,
               tokens, {pointer(x.first), x.second, plan.features.second}, axes.empty() ? nullptr : &patches, weights,
@@ -54,7 +54,7 @@ void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::s
 const Binding binding([](nb::module_& m) {
   m.def("int8_linear", &py_int8_linear, nb::kw_only(), "plan"_a, "isa"_a, "dtype"_a, "activation"_a, "tokens"_a, "x"_a,
         "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
-        "axes"_a = std::vector<std::array<int64_t, 6>>());
+        "axes"_a = std::vector<std::array<int64_t, 6>>(), "by_row"_a = false);
 });
 
 }  // namespace

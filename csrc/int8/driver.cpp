@@ -14,7 +14,7 @@ BLOCKSPARSE_IN_EACH_SET(const Int8Kernels& select_int8(DType dtype))
 
 namespace {
 
-constexpr decltype(&portable::select_int8) kSelect[] = {BLOCKSPARSE_BY_VECTORS(select_int8)};
+constexpr decltype(&portable::select_int8) kSelect[] = {BLOCKSPARSE_BY_TILES(select_int8)};
 
 // Bytes of quantized x that meet all rows of blocks before the next tokens: they stay in the cache of a core.
 constexpr int64_t kTokenBytes = 512 << 10;
@@ -63,11 +63,15 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const Int8Kernels& kernels = int8_kernels(isa, dtype);
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2, steps = ceil_div(block_in, 4), padded_in = 4 * steps;
-  const int64_t in_blocks = x.features / block_in, row_bytes = in_blocks * padded_in;
+  const int64_t in_blocks = x.features / block_in, used_bytes = in_blocks * padded_in;
+  // An odd number of cache lines: with a power of two, the rows of a tile would share few places of the L1 cache.
+  const int64_t row_bytes = used_bytes % 128 == 0 ? used_bytes + 64 : used_bytes;
   const int64_t group =
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(row_bytes, 1), 1, std::max<int64_t>(tokens, 1));
-  uint8_t* quantized = static_cast<uint8_t*>(scratch(Scratch::kPanels, group * row_bytes));
+  uint8_t* quantized = static_cast<uint8_t*>(scratch(Scratch::kPanels, (group + kTileTokens) * row_bytes));
   float* scale = static_cast<float*>(scratch(Scratch::kGradients, group * int64_t(sizeof(float))));
+  const int64_t least = kernels.on_tiles && weights.by_row ? kTileOutputs : 1;  // outputs of a piece
+  const auto bound = [&](int64_t output) { return std::min(ceil_div(output, least) * least, block_out); };
   const int64_t taps = patches ? taps_of(*patches) : 1;
   for (int64_t begin = 0; begin < tokens; begin += group) {
     const int64_t count = std::min(group, tokens - begin);
@@ -88,13 +92,14 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
       const int64_t chunk = i / tasks.tasks, task = i % tasks.tasks;
       const int64_t token = count * chunk / chunks, here = count * (chunk + 1) / chunks - token;
       for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
-        const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j], first = tasks.start[row];
-        kernels.piece({tasks.start[row + 1] - first, tasks.col + first,
-                       weights.values + first * steps * weights.padded_out * 4,
-                       weights.scale + first * weights.padded_out, weights.sum + first * weights.padded_out, steps,
-                       weights.padded_out, tasks.begin[j], tasks.end[j], quantized + token * row_bytes, row_bytes,
-                       scale + token, here, bias ? static_cast<const char*>(bias) + output * size : nullptr, activation,
-                       static_cast<char*>(y) + ((begin + token) * out_features + output) * size, out_features});
+        const int64_t row = tasks.row[j], first = tasks.start[row], begin_out = bound(tasks.begin[j]);
+        const int64_t output = row * block_out + begin_out;
+        kernels.piece(
+            {tasks.start[row + 1] - first, tasks.col + first, weights.values + first * steps * weights.padded_out * 4,
+             weights.scale + first * weights.padded_out, weights.sum + first * weights.padded_out, weights.by_row,
+             steps, weights.padded_out, begin_out, bound(tasks.end[j]), quantized + token * row_bytes, row_bytes,
+             scale + token, here, bias ? static_cast<const char*>(bias) + output * size : nullptr, activation,
+             static_cast<char*>(y) + ((begin + token) * out_features + output) * size, out_features});
       }
     });
   }

@@ -22,6 +22,7 @@ struct Int8Piece {
   const int8_t* w;     // [blocks, steps, padded_out, 4]: 4 inputs a step
   const float* scale;  // [blocks, padded_out]
   const int32_t* sum;  // [blocks, padded_out], of each output's weights
+  bool by_row;         // whether an output has one scale in all blocks, so that its integers are summed first
   int64_t steps, padded_out, begin, end;
   const uint8_t* x;      // [tokens, in_blocks, 4 steps]
   int64_t x_stride;      // bytes
@@ -35,14 +36,21 @@ struct Int8Piece {
 
 struct Int8Kernels {
   void (*quantize)(const QuantizedRow&);
+  // On tiles it reads, and ignores, up to kTileTokens - 1 tokens more.
   void (*piece)(const Int8Piece&);
+  bool on_tiles;
 };
+
+constexpr int64_t kTileTokens = 32, kTileOutputs = 32;
+// Sums of products of this many 8-bit numbers fit int32.
+constexpr int64_t kSummedInputs = 1 << 16;
 
 struct Int8Weights {
   const int8_t* values;  // [nnz, steps, padded_out, 4]
   const float* scale;    // [nnz, padded_out]
   const int32_t* sum;    // [nnz, padded_out]
   int64_t padded_out;
+  bool by_row;
 };
 
 // One axis of a convolution: output o meets with tap t the input o * stride - padding + t * dilation, if that is

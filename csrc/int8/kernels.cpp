@@ -5,6 +5,7 @@
 // except on inputs halfway between two integers. With few tokens the time is that of reading the weights once.
 #include "int8/int8.hpp"
 #include "isa/activation.hpp"
+#include "isa/amx.hpp"
 #include "isa/element.hpp"
 
 #if defined(__AVX2__)
@@ -17,11 +18,11 @@ namespace {
 
 using Sums = Vector<int32_t>;
 constexpr int kOutputs = kLanes<int32_t>;
-// Tokens and vectors of outputs of a tile: its int32 and float32 sums share the registers.
-constexpr int kTileTokens = kTileRows == 8 ? 6 : 4;
+// Tokens and vectors of outputs of a register tile: its int32 and float32 sums share the registers.
+constexpr int kRegisterTokens = kTileRows == 8 ? 6 : 4;
 // Rows whose largest element is smaller count as 0, since the scale would leave the range of float32.
 constexpr float kLeast = 1e-36f;
-constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
+constexpr int kRegisterVectors = kTileRows == 8 ? 2 : 1;
 
 // Return sum + the products of 4 inputs, the same in all lanes, and 4 weights per lane.
 BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
@@ -71,23 +72,33 @@ __attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token,
     });
 }
 
-// Compute one tile of tokens and vectors of outputs over all blocks of the row.
-template <class E, int kTokens, int kVectors>
+// Whether the integers of a whole row of blocks may be summed before they are scaled.
+bool sums_rows(const Int8Piece& piece) {
+  return piece.by_row && piece.blocks > 0 && piece.blocks * piece.steps * 4 <= kSummedInputs;
+}
+
+// Compute one tile of tokens and vectors of outputs over all blocks of the row. The sums are scaled after each block,
+// or with kByRow once.
+template <class E, int kTokens, int kVectors, bool kByRow>
 BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output) {
   using Floats = Vector<float>;
   const int64_t block = piece.steps * piece.padded_out * 4, in_block = piece.steps * 4;
   const uint8_t* x = piece.x + token * piece.x_stride;
   Floats result[kTokens][kVectors] = {};
+  Sums sum[kTokens][kVectors] = {}, offset[kVectors] = {};  // offset: since stored x is 128 too large
   for (int64_t b = 0; b < piece.blocks; ++b) {
     const int8_t* w = piece.w + b * block + output * 4;
     const uint8_t* in = x + piece.col[b] * in_block;
     const int64_t lanes = b * piece.padded_out + output;
-    Sums sum[kTokens][kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      const Sums offset = load(piece.sum + lanes + v * kOutputs) * -128;  // since stored x is 128 too large
+      const Sums here = load(piece.sum + lanes + v * kOutputs) * -128;
+      if constexpr (kByRow) {
+        offset[v] += here;
+      } else {
 #pragma GCC unroll 6
-      for (int t = 0; t < kTokens; ++t) sum[t][v] = offset;
+        for (int t = 0; t < kTokens; ++t) sum[t][v] = here;
+      }
     }
     // Two pointers serve up to six tokens, which leaves registers for all sums. The blocks of a row are contiguous, so
     // that the hardware prefetches them.
@@ -105,11 +116,20 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
         for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, v ? second : first, sum[t][v]);
       }
     }
+    if constexpr (kByRow) continue;
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const Floats scale = load(piece.scale + lanes + v * kOutputs);
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
+    }
+  }
+  if constexpr (kByRow) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load(piece.scale + output + v * kOutputs);
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) result[t][v] = __builtin_convertvector(sum[t][v] + offset[v], Floats) * scale;
     }
   }
   float sums[kTokens][kVectors * kOutputs];
@@ -118,24 +138,89 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
   write_tile<E>(piece, token, output, kTokens, kVectors, sums[0]);
 }
 
-template <class E, int kVectors>
+template <class E, int kVectors, bool kByRow>
 void int8_tiles(const Int8Piece& piece, int64_t output) {
   int64_t t = 0;
 #define BLOCKSPARSE_TOKENS(count) \
-  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors>(piece, t, output)
-  BLOCKSPARSE_TOKENS(kTileTokens);
-  if constexpr (kTileTokens > 4) BLOCKSPARSE_TOKENS(4);
+  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors, kByRow>(piece, t, output)
+  BLOCKSPARSE_TOKENS(kRegisterTokens);
+  if constexpr (kRegisterTokens > 4) BLOCKSPARSE_TOKENS(4);
   BLOCKSPARSE_TOKENS(2);
   BLOCKSPARSE_TOKENS(1);
 #undef BLOCKSPARSE_TOKENS
 }
 
+#if defined(BLOCKSPARSE_TILES)
+// The blocks of a row at the tokens from `token` on, and outputs from `output` on.
+struct ByteTerms {
+  const Int8Piece& piece;
+  int64_t token, output, count, steps, a_row, a_step, b_row, b_step;
+
+  const uint32_t* a(int64_t t, int64_t row) const {
+    return reinterpret_cast<const uint32_t*>(piece.x + (token + row) * piece.x_stride + piece.col[t] * piece.steps * 4);
+  }
+  const uint32_t* b(int64_t t, int64_t c) const {
+    return reinterpret_cast<const uint32_t*>(piece.w) + t * piece.steps * piece.padded_out + output + c * kTile;
+  }
+};
+
+// Fewer tokens are bound by reading the weights, and vectors need no transposition.
+constexpr int64_t kLeastOnTiles = 8;
+
+// Compute a piece with one scale per output: the integers stay in tiles over a whole row of blocks.
+template <class E>
+void int8_piece_on_tiles(const Int8Piece& piece) {
+  const int64_t depth = smaller(kTile, piece.steps);
+  int32_t sums[kTileTokens * kTileOutputs];
+  float results[kTileTokens * kTileOutputs];
+  for (int64_t output = piece.begin; output < piece.end; output += kTileOutputs) {
+    const int columns = output + kTile < piece.end ? 2 : 1;
+    Sums offset[2] = {};
+    for (int64_t b = 0; b < piece.blocks; ++b)
+      for (int c = 0; c < columns; ++c) offset[c] += load(piece.sum + b * piece.padded_out + output + c * kTile) * 128;
+    configure_tiles(kTile, depth, kTile);
+    for (int64_t t = 0; t < piece.tokens; t += kTileTokens) {
+      const int64_t tokens = smaller(kTileTokens, piece.tokens - t);
+      const ByteTerms terms = {piece,
+                               t,
+                               output,
+                               piece.blocks,
+                               piece.steps / depth,
+                               piece.x_stride / 4,
+                               depth,
+                               piece.padded_out,
+                               depth * piece.padded_out};
+      float* const to[2] = {reinterpret_cast<float*>(sums), reinterpret_cast<float*>(sums) + kTile};
+      tile_columns<true>(terms, ceil_div(tokens, kTile), columns, false, to, kTileOutputs);
+      finish_stores(sums);
+      for (int64_t i = 0; i < tokens; ++i)
+        for (int c = 0; c < columns; ++c) {
+          const Sums sum = load(sums + i * kTileOutputs + c * kTile) - offset[c];
+          store(results + (i * columns + c) * kTile,
+                __builtin_convertvector(sum, Vector<float>) * load(piece.scale + output + c * kTile));
+        }
+      write_tile<E>(piece, t, output, int(tokens), columns, results);
+    }
+  }
+  release_tiles();
+}
+#endif
+
+template <class E, bool kByRow>
+void int8_outputs(const Int8Piece& piece) {
+  int64_t output = piece.begin;
+  if constexpr (kRegisterVectors == 2)
+    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2, kByRow>(piece, output);
+  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1, kByRow>(piece, output);
+}
+
 template <class E>
 void int8_piece(const Int8Piece& piece) {
-  int64_t output = piece.begin;
-  if constexpr (kTileOutputs == 2)
-    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2>(piece, output);
-  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1>(piece, output);
+  if (!sums_rows(piece)) return int8_outputs<E, false>(piece);
+#if defined(BLOCKSPARSE_TILES)
+  if (fills_tiles(piece.steps) && piece.tokens >= kLeastOnTiles) return int8_piece_on_tiles<E>(piece);
+#endif
+  int8_outputs<E, true>(piece);
 }
 
 typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
@@ -191,7 +276,11 @@ void quantize(const QuantizedRow& row) {
 
 template <class E>
 constexpr Int8Kernels table() {
-  return {quantize<E>, int8_piece<E>};
+#if defined(BLOCKSPARSE_TILES)
+  return {quantize<E>, int8_piece<E>, true};
+#else
+  return {quantize<E>, int8_piece<E>, false};
+#endif
 }
 
 }  // namespace

@@ -32,8 +32,8 @@ CpuFeatures detect() {
   if (found.avx512 && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found.avx512_vnni = c >> 11 & 1;
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = a >> 5 & 1;
   if (found.avx512_bf16 && __get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-    const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1;
-    found.amx_bf16 = amx_bf16 && amx_tile && system_grants_tiles();
+    const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1, amx_int8 = d >> 25 & 1;
+    found.amx_bf16 = amx_bf16 && amx_tile && amx_int8 && found.avx512_vnni && system_grants_tiles();
   }
   return found;
 }
@@ -55,7 +55,7 @@ std::vector<std::string> cpu_feature_names() {
   if (has.avx512) names.insert(names.end(), {"avx512f", "avx512bw", "avx512dq", "avx512vl"});
   if (has.avx512_vnni) names.push_back("avx512_vnni");
   if (has.avx512_bf16) names.push_back("avx512_bf16");
-  if (has.amx_bf16) names.insert(names.end(), {"amx_tile", "amx_bf16"});
+  if (has.amx_bf16) names.insert(names.end(), {"amx_tile", "amx_bf16", "amx_int8"});
 #if defined(__aarch64__)
   names.push_back("neon");
 #endif

@@ -12,7 +12,7 @@ struct CpuFeatures {
   bool avx512 = false;       // F, BW, DQ, VL
   bool avx512_vnni = false;  // on top of avx512
   bool avx512_bf16 = false;  // on top of avx512
-  bool amx_bf16 = false;     // on top of avx512_bf16, and the system grants the tile registers
+  bool amx_bf16 = false;     // with AMX int8, on top of avx512_bf16 and avx512_vnni, if the system grants the tiles
 };
 
 const CpuFeatures& cpu_features();

@@ -64,4 +64,9 @@ const InstructionSet& isa_named(const std::string& name);
   portable::select BLOCKSPARSE_X86(, avx2::select, avx512::select, avx512::select, avx512::select, avx512::select, \
                                    avx512::select)
 
+// The same for ops that have kernels on tiles, but none for pairs.
+#define BLOCKSPARSE_BY_TILES(select)                                                                            \
+  portable::select BLOCKSPARSE_X86(, avx2::select, avx512::select, avx512::select, amx::select, avx512::select, \
+                                   amx_emulated::select)
+
 }  // namespace blocksparse

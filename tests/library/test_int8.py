@@ -1,5 +1,7 @@
 """Products in 8 bits: integers exact on every instruction set; layers and models of them."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -7,7 +9,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.ops.int8_linear import int8_linear, quantized
-from linear_backends import CPU, assert_close, running
+from linear_backends import CPU, assert_close, assert_same_bits, running
 
 BACKENDS = ["reference", *CPU]
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -44,9 +46,12 @@ def by_hand(x, values, scales, layout, bias, activation):
 def test_products(backend, dtype, shape):
     size, block, density = SHAPES[shape]
     layout = bs.patterns.random(size, block, density=density, seed=0)
-    values, scales = quantized(torch.randn(layout.values_shape))
+    weight = torch.randn(layout.values_shape)
+    of_blocks, of_rows = quantized(weight), quantized(weight, layout)
     with running(backend):
-        for tokens, activation in ((1, None), (2, "relu"), (5, "gelu"), (70, "silu")):
+        for (values, scales), (tokens, activation) in itertools.product(
+            (of_blocks, of_rows), ((1, None), (2, "relu"), (5, "gelu"), (70, "silu"))
+        ):
             x, bias = torch.randn(tokens, size[1], dtype=dtype), torch.randn(size[0], dtype=dtype)
             for given in (bias, None):
                 y = int8_linear(x, values, scales, layout, given, activation)
@@ -54,6 +59,34 @@ def test_products(backend, dtype, shape):
                 assert_close(
                     y, by_hand(x, values, scales, layout, given, activation), DTYPES[dtype], f"{tokens} tokens"
                 )
+
+
+def test_scales_of_rows_are_equal_in_all_blocks_and_no_smaller_than_those_of_blocks():
+    layout = bs.patterns.random((96, 128), 32, density=0.5, seed=0)
+    weight = torch.randn(layout.values_shape)
+    (values, scales), (_, of_blocks) = quantized(weight, layout), quantized(weight)
+    rows = torch.from_numpy(layout.row_of_block.copy())
+    for row in rows.unique():
+        assert torch.equal(scales[rows == row], of_blocks[rows == row].amax(0).expand(int((rows == row).sum()), 32))
+    assert ((values * scales[..., None] - weight).abs() <= scales[..., None] * 0.5001).all()
+    layer = bs.nn.Linear(128, 96, layout=layout)
+    with torch.no_grad():
+        layer.values.copy_(weight)
+    assert torch.equal(bs.quantize(layer, scale="row").scales, scales)
+    assert torch.equal(bs.quantize(layer).scales, of_blocks)
+    with pytest.raises(bs.BlockSparseError, match="scale: expected one of"):
+        bs.quantize(layer, scale="tensor")
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("backend", CPU)
+def test_the_same_bits_on_any_number_of_threads_and_tokens(backend, by_row):
+    layout = bs.patterns.random((192, 160), 32, density=0.5, seed=0)
+    values, scales = quantized(torch.randn(layout.values_shape), layout if by_row else None)
+    x = torch.randn(100, 160)
+    with running(backend):
+        assert_same_bits(lambda: (int8_linear(x, values, scales, layout),))
+        assert torch.equal(int8_linear(x[:3], values, scales, layout), int8_linear(x, values, scales, layout)[:3])
 
 
 @pytest.mark.parametrize("backend", CPU)

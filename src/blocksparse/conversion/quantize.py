@@ -14,7 +14,7 @@ from ..nn.linear import Linear
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.multi_weight import MultiWeightModule
-from ..nn.quantized import QuantizedLinear
+from ..nn.quantized import QuantizedLinear, check_scale
 from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from ..nn.quantized_lstm import QuantizedLSTM
 from ..nn.weight_norm import WeightNorm
@@ -33,7 +33,7 @@ QUANTIZED: dict[type[nn.Module], Any] = {
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.Module:
+def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False, scale: str = "block") -> nn.Module:
     """Replace block-sparse layers by ones with int8 weights, which round their inputs in each call.
 
     Linear layers become `QuantizedLinear`, convolutions `QuantizedConv1d` to `QuantizedConv3d`, LSTMs `QuantizedLSTM`.
@@ -46,6 +46,8 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         model: a trained model with block-sparse layers of `blocksparse.nn` in float32, bfloat16 or float16.
         skip: layers that stay, as in `sparsify`.
         inplace: whether to change the model itself instead of a copy.
+        scale: "block" for a scale for each output of a block, the more accurate choice; "row" for one for each output,
+            which lets CPUs with AMX sum whole rows in 8 bits.
 
     Returns:
         The model. In place this is another object only if the model itself is one such layer.
@@ -53,7 +55,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     Raises:
         BlockSparseError: not a module; no layer to quantize; weights that are not finite; a `WeightNorm` of such a
             layer (call `blocksparse.nn.fold` first); a layer whose forward was replaced, or that the model also uses
-            outside of its tree of modules. Nothing is changed then.
+            outside of its tree of modules; a wrong `scale`. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 128, density=0.5), torch.nn.ReLU(), torch.nn.Linear(128, 10))
@@ -63,13 +65,16 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_scale(scale)
     skipped_modules, _ = find_skipped(model, skip)
     layers = {
         name: layer
         for name, layer in model.named_modules()
         if type(layer) in QUANTIZED and layer not in skipped_modules
     }
-    chosen = {name: QUANTIZED[type(layer)].of(layer) for name, layer in layers.items() if _refusal(layer) is None}
+    chosen = {
+        name: QUANTIZED[type(layer)].of(layer, scale) for name, layer in layers.items() if _refusal(layer) is None
+    }
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
         others = {

@@ -19,6 +19,7 @@ from .module import BlockSparseModule, check_parameters
 
 # How many axes of `layout.values_shape` each tensor has. The values of a convolution also have its kernel's axes.
 SHAPES = {"values": 3, "scales": 2}
+SCALES = "block", "row"
 
 
 class QuantizedModule(LayoutModule):
@@ -81,18 +82,26 @@ class QuantizedModule(LayoutModule):
             self.reset_layout_buffers()
 
 
-def quantized_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, Tensor]:
-    """Return the int8 values of a layer and their scales.
+def quantized_values(layer: Any, kind: type[BlockSparseModule], scale: str) -> tuple[Tensor, Tensor]:
+    """Return the int8 values of a layer and their scales, one per output of a block, or with `scale="row"` per output.
 
     Raises:
-        BlockSparseError: the layer is not a `kind`, or its values are float64, not a parameter or not finite.
+        BlockSparseError: the layer is not a `kind`, its values are float64, not a parameter or not finite, or `scale`
+            is another word.
     """
+    check_scale(scale)
     if not isinstance(layer, kind) or layer.values.dtype not in DTYPES:
         got = f"{type(layer).__name__} {getattr(getattr(layer, 'values', None), 'dtype', '')}".strip()
         expected = f"a blocksparse.nn.{kind.__name__} of {', '.join(map(str, DTYPES))}"
         raise BlockSparseError.expected("layer", expected, got)
     check_parameters(layer)
-    return quantized(layer.values)
+    return quantized(layer.values, layer.layout if scale == "row" else None)
+
+
+def check_scale(scale: Any) -> None:
+    """Raise a BlockSparseError for anything but the words that `blocksparse.quantize` accepts as `scale`."""
+    if scale not in SCALES:
+        raise BlockSparseError.expected("scale", f"one of {list(SCALES)}", repr(scale))
 
 
 def refuse_gate(gate: Any) -> None:
@@ -153,13 +162,13 @@ class QuantizedLinear(QuantizedModule, LinearModule):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def of(cls, layer: Linear) -> Self:
-        """Quantize a layer.
+    def of(cls, layer: Linear, scale: str = "block") -> Self:
+        """Quantize a layer, with `scale` as in `blocksparse.quantize`.
 
         Raises:
-            BlockSparseError: the layer is not a `Linear`, or its values are float64 or not finite.
+            BlockSparseError: the layer is not a `Linear`, its values are float64 or not finite, or a wrong `scale`.
         """
-        values, scales = quantized_values(layer, Linear)
+        values, scales = quantized_values(layer, Linear, scale)
         sizes = layer.in_features, layer.out_features
         bias = None if layer.bias is None else layer.bias.detach().clone()
         return cls(*sizes, layer.layout, values, scales, bias, layer.activation)

@@ -20,13 +20,14 @@ class QuantizedConv(QuantizedModule, ConvCall):
     """The class of the floating-point layer."""
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
-        """Quantize a convolution.
+    def of(cls, layer: Any, scale: str = "block") -> Self:
+        """Quantize a convolution, with `scale` as in `blocksparse.quantize`.
 
         Raises:
-            BlockSparseError: the layer is not a convolution of this kind, or its values are float64 or not finite.
+            BlockSparseError: the layer is not a convolution of this kind, its values are float64 or not finite, or a
+                wrong `scale`.
         """
-        values, scales = quantized_values(layer, cls.kind)
+        values, scales = quantized_values(layer, cls.kind, scale)
         new: Self = copy_settings(layer, cls)
         new.set_buffers(values, scales, None if layer.bias is None else layer.bias.detach().clone())
         return new

@@ -58,19 +58,19 @@ class QuantizedLSTM(Recurrent):
     """
 
     @classmethod
-    def of(cls, lstm: LSTM) -> Self:
-        """Quantize an LSTM.
+    def of(cls, lstm: LSTM, scale: str = "block") -> Self:
+        """Quantize an LSTM, with `scale` as in `blocksparse.quantize`.
 
         Raises:
             BlockSparseError: the layer is not an `LSTM` with a block-sparse weight, or its values are float64 or not
-                finite.
+                finite, or a wrong `scale`.
         """
         if type(lstm) is not LSTM or not any(isinstance(weight, Weight) for weight in lstm.children()):
             raise BlockSparseError.expected("layer", "a block-sparse blocksparse.nn.LSTM", type(lstm).__name__)
         new: Self = copy_settings(lstm, cls)
         for name, weight in lstm.named_children():
             if isinstance(weight, Weight):
-                setattr(new, name, QuantizedWeight(weight.layout, *quantized_values(weight, Weight)))
+                setattr(new, name, QuantizedWeight(weight.layout, *quantized_values(weight, Weight, scale)))
         for name, parameter in lstm.named_parameters(recurse=False):
             new.register_buffer(name, parameter.detach().clone())
         return new

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...convert import block_coordinates
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
@@ -24,8 +25,10 @@ __all__ = [
 ]
 
 
-def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(values: Tensor, layout: BlockLayout | None = None) -> tuple[Tensor, Tensor]:
     """Round values `[nnz, block_out, block_in, *kernel]` to int8, with a scale for each output of a block.
+
+    With their layout, an output has the same scale in all blocks.
 
     Returns:
         int8 values of the same shape, -127 to 127, and float32 scales `[nnz, block_out]`. Their product is within half
@@ -42,7 +45,12 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     if values.is_meta or not values.isfinite().all():
         raise BlockSparseError.expected("values", "finite numbers", "NaN, infinity, or a meta tensor")
     values = values.detach().float()
-    largest = values.flatten(2).abs().amax(-1)[(..., *[None] * (values.dim() - 2))]
+    largest = values.flatten(2).abs().amax(-1)
+    if layout is not None:
+        rows = block_coordinates(layout, values.device)[0]
+        of_rows = largest.new_zeros(layout.grid[0], largest.shape[1])
+        largest = of_rows.scatter_reduce(0, rows[:, None].expand_as(largest), largest, "amax")[rows]
+    largest = largest[(..., *[None] * (values.dim() - 2))]
     factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)
     scales = torch.where(largest > NEGLIGIBLE, largest / 127, 0)
     return (values * factor).round_().clamp_(-127, 127).to(torch.int8), scales.flatten(1)

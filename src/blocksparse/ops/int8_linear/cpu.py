@@ -30,6 +30,8 @@ class _Packed(NamedTuple):
     values: Tensor  # int8 [nnz, steps, padded_out, 4]
     scales: Tensor  # float32 [nnz, padded_out]
     sums: Tensor  # int32 [nnz, padded_out], sum of each output's weights
+    layout: BlockLayout
+    by_row: bool  # whether an output has the same scale in all blocks
     source: weakref.ref[Tensor]  # the scales
     version: tuple[int, ...] | None
 
@@ -38,7 +40,7 @@ class _Packed(NamedTuple):
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def packed(values: Tensor, scales: Tensor) -> _Packed:
+def packed(values: Tensor, scales: Tensor, layout: BlockLayout) -> _Packed:
     """Return weights with four inputs of an output side by side and outputs padded to whole vectors, cached.
 
     The inputs of values `[nnz, block_out, block_in, *kernel]` are those of all taps, one tap after the other.
@@ -46,7 +48,12 @@ def packed(values: Tensor, scales: Tensor) -> _Packed:
     cached = not (values.is_inference() or scales.is_inference())  # inference tensors have no version counters
     version = (values._version, scales._version, values.data_ptr(), scales.data_ptr()) if cached else None
     entry: _Packed | None = _packed.get(values)
-    if cached and entry is not None and entry.source() is scales and entry.version == version:
+    if (
+        cached
+        and entry is not None
+        and (entry.source() is scales and entry.version == version)
+        and (entry.layout is layout or entry.layout == layout)
+    ):
         return entry
     blocks = values.movedim(2, -1).flatten(2)
     out, in_ = blocks.shape[1:]
@@ -54,7 +61,9 @@ def packed(values: Tensor, scales: Tensor) -> _Packed:
     nnz, padded_out, padded_in = padded.shape
     steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
     sums = padded.sum(-1, dtype=torch.int32)
-    entry = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), version)
+    first = torch.from_numpy(layout.row_start[layout.row_of_block].astype("int64"))  # the first block of each row
+    by_row = torch.equal(scales, scales[first])
+    entry = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, layout, by_row, weakref.ref(scales), version)
     if cached:
         _packed[values] = entry
     return entry
@@ -77,7 +86,7 @@ def product(
     """
     out_features, in_features = layout.shape
     bias = None if bias is None else bias.detach().contiguous()
-    weights = packed(values, scales)
+    weights = packed(values, scales, layout)
     y, y_address = cpu_core.allocate((tokens, out_features), x)
     core, isa = cpu_core.core(), cpu_core.isa()
     if axes:
@@ -95,5 +104,6 @@ def product(
         scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
         sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,
         bias=address("bias", bias, (out_features,), x.dtype), y=y_address, axes=[astuple(axis) for axis in axes],
+        by_row=weights.by_row,
     )  # fmt: skip
     return y
