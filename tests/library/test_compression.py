@@ -17,6 +17,7 @@ import blocksparse as bs
 from blocksparse.compression import stages, training
 from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
+from blocksparse.conversion import speed
 from blocksparse.nn.module import BlockSparseModule
 from processes import CONTEXT
 
@@ -26,6 +27,7 @@ def fast_everywhere(monkeypatch):
     """Take all layers as faster, so that the results do not depend on the machine."""
 
     monkeypatch.setattr(stages, "keep_faster", lambda model, plan, example: plan)
+    monkeypatch.setattr(stages, "densify_slower", lambda model, example, skip: (model, {}))
     torch.manual_seed(0)
 
 
@@ -277,6 +279,7 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
 
 def die_after_the_first_save(model, data, folder):
     stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save
+    stages.densify_slower = lambda model, example, skip: (model, {})
 
     def save_and_die(*args):
         save(*args)
@@ -355,6 +358,23 @@ def test_a_model_that_does_not_get_faster_stays_dense(monkeypatch):
         result = bs.compress(Classifier().eval(), labelled(64), **options())
     assert not weights_of(result.model)
     assert result.density == 1
+
+
+def test_a_layer_that_ends_slower_than_a_dense_one_is_dense(monkeypatch):
+    monkeypatch.setattr(stages, "densify_slower", speed.densify_slower)
+    monkeypatch.setattr(speed.Speed, "of_module", lambda self, module: 0.9)
+    monkeypatch.setattr(speed, "MAX_UNTIMED_DENSITY", 0.0)
+    result = bs.compress(Classifier().eval(), labelled(128), **options())
+    assert not weights_of(result.model)
+    assert result.density == 1
+    assert result.dense.keys() == {"first.weight", "last.weight"}
+
+
+def test_the_global_random_state_stays():
+    model, data = Classifier().eval(), labelled(128)
+    before = torch.get_rng_state()
+    bs.compress(model, data, **options())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Pair(nn.Module):

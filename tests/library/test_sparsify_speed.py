@@ -12,7 +12,7 @@ import blocksparse as bs
 from blocksparse.conversion import speed
 from blocksparse.conversion.selection import FixedSelection, Plan, ScoredSelection
 from blocksparse.conversion.sparsify import survey_weights
-from blocksparse.conversion.speed import keep_faster
+from blocksparse.conversion.speed import densify_slower, keep_faster
 from blocksparse.measure import Samples
 from sparsified import mlp
 
@@ -169,6 +169,17 @@ def test_keep_faster_drops_slow_layers_and_selects_again(speeds):
     assert plan.layouts == {"0.weight": layouts["0.weight"]}
     assert plan.reasons == {"4.weight": "keeps all of its blocks"}
     assert type(model[0]) is nn.Linear
+
+
+def test_densify_slower_leaves_faster_and_skipped_layers(speeds):
+    speeds(lambda layer: 0.5 if layer.out_features == 48 else 3)
+    sparse = bs.sparsify(mlp(64, 128, 48, 48, 64), 0.75, 16, scope="layer", force=True)
+    x = torch.randn(5, 64)
+    expected = sparse(x)
+    dense, reasons = densify_slower(sparse, x, skip={"4"})
+    assert [type(dense[at]) for at in (0, 2, 4, 6)] == [bs.nn.Linear, nn.Linear, bs.nn.Linear, bs.nn.Linear]
+    assert reasons == {"2.weight": "0.5 times as fast block-sparse, as it kept most blocks"}
+    torch.testing.assert_close(dense(x), expected)
 
 
 def test_a_little_faster_is_not_faster(speeds):

@@ -26,7 +26,7 @@ from ..conversion.sparsify import (
     sparsify,
     survey_weights,
 )
-from ..conversion.speed import Example, keep_faster
+from ..conversion.speed import Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
@@ -344,6 +344,7 @@ class CompressionRun:
 
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
         """Restore the student's modes, write the curve, and return the result."""
+        self._densify_slower()
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)
         self.student.zero_grad()
@@ -351,6 +352,14 @@ class CompressionRun:
             path, text = self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()})
             self._write(lambda: checkpoint.write_text(path, text))
         return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example)
+
+    def _densify_slower(self) -> None:
+        """Make layers dense again that are slower block-sparse, because they kept more blocks than planned."""
+        self.training.student, reasons = densify_slower(self.student, self.example, self.sparse_before)
+        if reasons:
+            self.dense_reasons |= reasons
+            speedup = speedup_of(self.student, self.dense_model, self.example)
+            self.curve[-1] = replace(self.curve[-1], density=self._density(), speedup=speedup)
 
     # -- measures ---------------------------------------------------------------------------------------------
 

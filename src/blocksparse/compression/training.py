@@ -270,14 +270,16 @@ class Training:
     def find_rate(self, share: float) -> tuple[float, float]:
         """Try each of RATES for a few steps; return the highest rate that is good, and the lowest held-out loss.
 
-        The student's state is restored. If there are too few steps for a test, the default rate is returned untested.
+        The student's state is restored. If there are too few steps for a test, or no time, the default rate is returned
+        untested.
 
         Args:
             share: fraction of the budget that this may use.
         """
-        if self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES):
-            return DEFAULT_RATE, self.evaluate()[0]
         before, losses = self.evaluate()[0], {}
+        too_few = self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES)
+        if too_few or self.budget.used >= 1:
+            return DEFAULT_RATE, before
         begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,15 +19,16 @@ from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.cells import Cell
 from ..nn.experts import Experts
 from ..nn.linear import Linear
-from ..nn.module import BlockSparseModule
+from ..nn.module import BlockSparseModule, Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
 from ..surgery.model_tools import copy_model, parameter_device, split_arguments
 from ..surgery.prunable import Prunable
-from ..surgery.replace import replace_with_sparse, sparse_module
+from ..surgery.replace import replace_modules, replace_with_sparse, sparse_module
 from .densify import densify
 from .selection import Layouts, Plan
+from .sparser import dense_name
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,6 +39,9 @@ MAX_TOKENS = 2**20
 
 # A module with a smaller measured speed-up stays dense: it might be slower the next time.
 MIN_SPEEDUP = 1.05
+
+# A layer of a lower density that was faster when it was chosen is not timed again after training.
+MAX_UNTIMED_DENSITY = 0.5
 
 # If the ratios of rounds differ by more than this factor, other programs seem to use the machine.
 BUSY_SPREAD = 2.0
@@ -110,6 +114,35 @@ def _weights_that_slow_the_model(layouts: Layouts, speedups: Mapping[str, float]
         for name, speedup in speedups.items()
         if speedup <= bound
     }
+
+
+def densify_slower(model: nn.Module, example: Example, skip: Collection[str] = ()) -> tuple[nn.Module, dict[str, str]]:
+    """Make layers dense again that have a weight of a density above 0.5 and are slower block-sparse.
+
+    Args:
+        model: the model, which is changed.
+        example: its inputs to time with.
+        skip: names of block-sparse modules that stay.
+
+    Returns:
+        The model, and the reasons by name of the weight.
+    """
+    owners = dict(model.named_modules())
+    dense_names: dict[nn.Module, list[str]] = {}
+    for name, module in owners.items():
+        if isinstance(module, BlockSparseModule) and name not in skip and module.layout.density > MAX_UNTIMED_DENSITY:
+            owner = owners[name.rpartition(".")[0]] if isinstance(module, Weight) else module
+            dense_names.setdefault(owner, []).append(dense_name(name, module))
+    speed = Speed(model, 64, example)
+    speed.record(dense_names)
+    speedups = {owner: speed.of_module(owner) for owner in dense_names}
+    slower = {owner: speedup for owner, speedup in speedups.items() if speedup < 1}
+    reasons = {
+        name: f"{speedup:.3g} times as fast block-sparse, as it kept most blocks"
+        for owner, speedup in slower.items()
+        for name in dense_names[owner]
+    }
+    return replace_modules(model, {owner: densify(owner) for owner in slower}), reasons
 
 
 class Speed:
