@@ -236,7 +236,7 @@ def test_few_steps_at_the_target_are_reported(monkeypatch):
     data = labelled(128)
     monkeypatch.setattr(stages, "MIN_STEPS", 10**9)
     with pytest.warns(bs.SparsityWarning, match="only [0-9]+ training steps were left at density 0.5"):
-        bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=0.02)
+        bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=0.1)
 
 
 def test_an_evaluation_that_is_nan_is_the_worst():
