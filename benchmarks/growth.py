@@ -1,6 +1,6 @@
 """Measure the loss of a small GPT around changes of its pattern: with Adam's one count of steps, and with clocks.
 
-    python benchmarks/growth.py --data-dir DATA --out benchmarks/results
+    python benchmarks/growth.py --data-dir DATA
     python benchmarks/growth.py --data-dir DATA --steps 150 --every 75 --out /tmp/growth          a quick check
 
 All runs start from the same net, trained for --every steps, and read the same bytes of Wikipedia. SET then moves a
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--every", type=int, default=100, help="steps between changes, more than 70")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     arguments = parser.parse_args()
     if arguments.every <= BEFORE + AFTER or arguments.steps < 2 * arguments.every:
         raise BlockSparseError.expected("--every", f"more than {BEFORE + AFTER}, and two per run", arguments.every)
@@ -187,7 +187,9 @@ def main() -> None:
             ("work", "target", "measured"), [[row[key] for key in ("work", "target", "measured")] for row in rows]
         )
         path = make_folder(arguments.out) / f"{NAME}.json"
-        report.write(path, result, lines, f"{what}. {where(here)}.", f"![Loss around changes]({NAME}.png)")
+        about = f"{what}, the mean of all changes. In bits per byte, against the mean of {BEFORE} steps before."
+        picture = f"![Loss around changes]({NAME}.png)"
+        report.write(path, result, f"# {NAME}", about, lines, picture, f"{where(here)}.")
         draw(by_method, path.with_suffix(".png"))
 
 

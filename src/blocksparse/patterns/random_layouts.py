@@ -206,7 +206,9 @@ def spread_lines(
         taken: the rows of blocks that do not move.
     """
     taken = lines[:0] if taken is None else taken
-    empty = np.setdiff1d(used, np.concatenate([lines, taken]))
+    has_block = np.zeros(max(each.max(initial=-1) for each in (lines, used, taken)) + 1, dtype=bool)
+    has_block[lines] = has_block[taken] = True
+    empty = used[~has_block[used]]
     if not empty.size:
         return lines
     shares = np.ones(lines.size, dtype=bool)

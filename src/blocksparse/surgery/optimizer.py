@@ -358,9 +358,14 @@ def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
     numbers, first = local_of(second).flatten(1), state.get("exp_avg")
     if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # new numbers look like others
         return
-    blocks = (numbers[:, :1] != 0).all(1) & (numbers == numbers[:, :1]).all(1)
+    blocks = numbers[:, :1].ne(0).flatten()
     if isinstance(first, Tensor) and first.shape == second.shape:
-        blocks &= (local_of(first).flatten(1) == 0).all(1)
+        means = local_of(first).flatten(1)
+        blocks &= means[:, :1].eq(0).flatten()
+        candidates = blocks.nonzero().squeeze(1)  # few, so that the rest of most blocks is not read
+        blocks[candidates] = (means[candidates] == 0).all(1)
+    candidates = blocks.nonzero().squeeze(1)
+    blocks[candidates] = (numbers[candidates] == numbers[candidates, :1]).all(1)
     if blocks.any():
         call_before_next_step(parameter, NewBlocks(parameter, blocks))
 

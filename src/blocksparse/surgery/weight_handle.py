@@ -163,16 +163,27 @@ class WeightHandle(ABC):
 
     def _measure(self, local: Tensor, survivors: Tensor) -> Measures:
         """Measure a state over the blocks that stay, or over all if none does, on all processes, without padding."""
-        stays = torch.zeros(self.layout.nnz, dtype=torch.bool)
-        stays[survivors if survivors.numel() else slice(None)] = True
-        positions = torch.from_numpy(self.local_positions)
-        stays = stays[positions]
-        mask = stays.to(local.device)
-        state, weights = local[mask], self.local[mask] if local.shape == self.local.shape else None
-        if weights is not None and (used := self.used) is not None:
-            real = self._real(used, positions[stays]).to(state.device).expand_as(state)
-            state, weights = state[real], weights[real]
-        return self._all_reduce(measure_state(state, weights))
+        if self.is_whole:
+            stays = survivors if survivors.numel() else torch.arange(self.layout.nnz)
+            positions = stays
+        else:
+            mask = torch.zeros(self.layout.nnz, dtype=torch.bool)
+            mask[survivors if survivors.numel() else slice(None)] = True
+            positions = torch.from_numpy(self.local_positions)
+            stays = mask[positions].nonzero().squeeze(1)
+            positions = positions[stays]
+        stays = stays.to(local.device)
+        state = local.index_select(0, stays)
+        if local.shape != self.local.shape:
+            return self._all_reduce(measure_state(state, None))
+        real = None
+        if (used := self.used) is not None:
+            real = self._real(used, positions).to(state.device).expand_as(state)
+            state = state[real]
+        if self.is_whole and not (state < 0).any():  # then the weights are not looked at
+            return measure_state(state, None)
+        weights = self.local.index_select(0, stays)
+        return self._all_reduce(measure_state(state, weights if real is None else weights[real]))
 
     def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
         """Return a mask of the numbers of blocks that are not padding, `[blocks, block_out, block_in, ...]`."""
@@ -266,11 +277,15 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
     tensor([5., 0., 7.])
     """
     source = source.to(tensor.device)
-    stays = source >= 0
-    moved = tensor.new_zeros(source.numel(), *tensor.shape[1:])
-    moved[stays] = tensor[source[stays]]
+    if not len(tensor):
+        moved = tensor.new_zeros(source.numel(), *tensor.shape[1:])
+    else:  # several times as fast as an assignment to the blocks that stay
+        moved = tensor.index_select(0, source.clamp(min=0))
+    grown = (source < 0).nonzero().squeeze(1)
     if new is not None:
-        moved[~stays] = new.to(moved)
+        moved[grown] = new.to(moved)
+    elif grown.numel():
+        moved.index_fill_(0, grown, 0)
     return moved
 
 
