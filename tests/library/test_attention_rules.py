@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops.attention import gathered, reference
+from blocksparse.ops.attention import cpu, gathered, reference
+from blocksparse.ops.attention.rules import Rules, data_spans
 from linear_backends import CPU, running
 
 BLOCKS = (1, 8), (4, 4), (8, 8), (16, 16), (16, 4), (5, 7), (3, 33), (64, 32), (70, 12)
@@ -306,3 +307,22 @@ def test_bad_input():
     whole, own = bs.patterns.dense((16, 16), 8), bs.patterns.dense((8, 16), 8)
     with pytest.raises(bs.BlockSparseError, match="layout: expected layouts of 8 queries, or all of 16 queries"):
         bs.nn.attention(q[:, :, :8], k, v, [whole, own, whole, own])
+
+
+@pytest.mark.parametrize("run", [gathered.gradients, cpu.gradients])
+@pytest.mark.parametrize("number", range(12))
+def test_gradients_without_autograd(number, run):
+    """Those of compiled graphs, with the dropped weights of the forward pass."""
+    torch.manual_seed(number)
+    q, k, v = sizes(43, 60)
+    layout = bs.BlockLayout(torch.rand(8, 4) < 0.7, (8, 16))
+    spans = data_spans(43, 60, 30, None, torch.tensor([0, 25, 60]), torch.tensor([60, 41])) if number % 2 else None
+    rules = Rules(17, 30, None, spans, 0.4, (0.0, 3.0)[number % 4 > 1], (0.0, 0.3)[number % 3 > 0], torch.tensor(5))
+    y, lse = reference.attention(q, k, v, [layout], rules, return_lse=True)
+    lse = lse.where(lse.isfinite(), 0)
+    upstream = torch.randn(y.shape, dtype=y.dtype), torch.randn(lse.shape, dtype=y.dtype)
+    expected = torch.autograd.grad((y, lse), (q, k, v), upstream)
+    with torch.no_grad():
+        y, lse = reference.attention(q, k, v, [layout], rules, return_lse=True)
+        found = run(q, k, v, y, lse, *upstream, layout, rules)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-9, atol=1e-9)
