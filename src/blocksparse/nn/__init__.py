@@ -1,7 +1,7 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
 from ..compat.edge_bias import EdgeBias
-from ..ops.attention import attention
+from ..ops.attention import attention, topk_blocks
 from .all_relu import AllReLU
 from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -63,6 +63,7 @@ __all__ = [
     "fold",
     "initialise_from_data",
     "l2_normalize",
+    "topk_blocks",
 ]
 
 

@@ -17,11 +17,12 @@ from ...layout import BlockLayout
 from ..checks import autocast, in_autocast, without_autocast
 from ..graph_layout import is_exporting
 from . import gathered
-from .arguments import check_documents, check_lengths, check_operands, check_sinks, check_window
+from .arguments import check_documents, check_lengths, check_operands, check_sinks, check_window, has_dynamic
 from .op import ATTENTION, in_graph
 from .rules import Rules, add_sinks, data_spans
+from .topk import topk_blocks
 
-__all__ = ["attention"]
+__all__ = ["attention", "topk_blocks"]
 
 
 def attention(
@@ -47,7 +48,8 @@ def attention(
         k: `[batch, key heads, keys, d]`. If it has fewer heads than q, neighbouring heads of q share one.
         v: `[batch, key heads, keys, d_v]`.
         layout: of shape (queries, keys), rounded up to whole blocks; one for all heads, or a list with one per head of
-            q. If there are fewer queries than keys, a layout of shape (keys, keys) serves its last rows.
+            q, or per sequence and head, as `topk_blocks` returns it. If there are fewer queries than keys, a layout of
+            shape (keys, keys) serves its last rows.
         causal: query i sees only keys up to its own position. Queries end where the keys end, so this position is
             i + keys - queries.
         scale: the factor of the scores; d^-0.5 by default.
@@ -98,13 +100,16 @@ def attention(
 
     Source: Child et al., Generating long sequences with sparse transformers (2019); Dong et al., Flex attention (2024).
     """
+    options: dict[str, Any] = {
+        "window_size": window_size, "cu_seqlens": cu_seqlens, "lengths": lengths, "softcap": softcap, "sinks": sinks,
+        "dropout_p": dropout_p, "return_lse": return_lse,
+    }  # fmt: skip
     if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and in_autocast(q):
         q, k, v = (autocast(tensor, tensor, None)[0] for tensor in (q, k, v))
         with without_autocast(q.device):
-            return attention(
-                q, k, v, layout, causal, scale, window_size=window_size, cu_seqlens=cu_seqlens, lengths=lengths,
-                softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse,
-            )  # fmt: skip
+            return attention(q, k, v, layout, causal, scale, **options)
+    if isinstance(layout, Sequence) and _has_layout_per_sequence(q, k, v, layout):
+        return _attention_per_sequence(q, k, v, layout, causal, scale, options)
     layouts, row = check_operands(q, k, v, layout)
     if not isinstance(causal, bool | np.bool_):
         raise BlockSparseError.expected("causal", "a bool", repr(causal))
@@ -125,13 +130,38 @@ def attention(
     return (y, lse) if return_lse else y
 
 
+def _has_layout_per_sequence(q: Any, k: Any, v: Any, layout: Sequence[BlockLayout]) -> bool:
+    """Return whether a list has a layout for each head of each of several sequences."""
+    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    return tensors and len(q) == len(k) == len(v) > 1 and len(layout) == len(q) * q.shape[1]
+
+
+def _attention_per_sequence(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float | None,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Return attention with a layout for each head of each sequence: the heads of all sequences are those of one."""
+    check_sinks(options["sinks"], q)
+    if options["lengths"] is not None:
+        expected = "None if each sequence has layouts of its own"
+        raise BlockSparseError.expected("lengths", expected, options["lengths"])
+    shape = q.shape[:2]
+    if options["sinks"] is not None:
+        options = options | {"sinks": options["sinks"].repeat(shape[0])}
+    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+    found = attention(q, k, v, layouts, causal, scale, **options)
+    if options["return_lse"]:
+        return tuple(x.reshape(*shape, *x.shape[2:]) for x in found)
+    return found.reshape(*shape, *found.shape[2:])
+
+
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, layouts: list[BlockLayout], rules: Rules, sinks: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of checked operands, and its log-sum-exp if it is asked for."""
     backend = ATTENTION.on(q.device, q.dtype)
     # Exported graphs use PyTorch's own operations, so that other runtimes can run them.
-    if backend is gathered and torch.compiler.is_compiling() and not is_exporting():
+    if torch.compiler.is_compiling() and (has_dynamic(layouts) or (backend is gathered and not is_exporting())):
         y, lse = in_graph(q, k, v, layouts, rules)
     else:
         y, lse = backend.attention(q, k, v, layouts, rules, return_lse or sinks is not None)

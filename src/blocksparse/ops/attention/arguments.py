@@ -11,6 +11,7 @@ from torch import Tensor
 from ...checked import is_int, shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
+from ..graph_layout import DynamicLayout
 
 
 def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayout], int]:
@@ -35,7 +36,8 @@ def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayou
         raise BlockSparseError.expected("v", f"[{batch}, {k.shape[1]}, {k.shape[2]}, d_v], as of k", list(v.shape))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     if isinstance(layout, Sequence) and len(layouts) != heads:
-        raise BlockSparseError.expected("layout", f"one for each of {heads} heads", f"{len(layouts)} layouts")
+        expected = f"one for each of {heads} heads, or for each of {batch} x {heads} heads and sequences"
+        raise BlockSparseError.expected("layout", expected, f"{len(layouts)} layouts")
     rows = set()
     for each in layouts:
         check_layout(each)
@@ -43,7 +45,9 @@ def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayou
     if len(rows) != 1:
         expected = f"layouts of {queries} queries, or all of {k.shape[2]} queries as of the keys"
         raise BlockSparseError.expected("layout", expected, [each.shape for each in layouts])
-    return layouts[:1] if _all_equal(*layouts) else layouts, rows.pop()
+    if len(layouts) > 1 and not has_dynamic(layouts) and _all_equal(*layouts):
+        layouts = layouts[:1]
+    return layouts, rows.pop()
 
 
 def _first_row(layout: BlockLayout, queries: int, keys: int) -> int:
@@ -56,6 +60,11 @@ def _first_row(layout: BlockLayout, queries: int, keys: int) -> int:
         if rows - height < queries <= rows:
             return 0
     raise _other_shape(layout, queries, keys)
+
+
+def has_dynamic(layouts: Sequence[BlockLayout]) -> bool:
+    """Return whether a layout is an input of a compiled graph, whose blocks are not known."""
+    return any(isinstance(layout, DynamicLayout) for layout in layouts)
 
 
 def _all_equal(*layouts: BlockLayout) -> bool:

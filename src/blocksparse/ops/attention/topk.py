@@ -1,0 +1,130 @@
+"""The choice of blocks from the data: each block of queries sees the blocks of keys with the largest pooled scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...checked import integer
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ..checks import accumulator
+from ..graph_layout import DynamicLayout
+from .arguments import check_operands
+
+
+def topk_blocks(q: Tensor, k: Tensor, layout: BlockLayout, blocks: int) -> list[BlockLayout]:
+    """Choose for each block of queries the blocks of keys with the largest scores, for `bs.nn.attention`.
+
+    The score of two blocks is the product of their mean query and mean key. A block on the diagonal of a square layout
+    is always chosen. The choice has no gradient.
+
+    Args:
+        q: `[batch, heads, queries, d]`.
+        k: `[batch, key heads, keys, d]`.
+        layout: the blocks to choose from, such as `bs.patterns.dense` or, if attention is causal, a causal pattern;
+            its shape is (queries, keys), rounded up to whole blocks.
+        blocks: how many to choose per row; rows with fewer blocks keep all.
+
+    Returns:
+        A layout per sequence and head, `batch * heads` of them. In a compiled graph these are inputs of the graph,
+        which serves any choice.
+
+    Raises:
+        BlockSparseError: shapes do not fit, or `blocks` is below 1.
+
+    >>> import torch, blocksparse as bs
+    >>> q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    >>> candidates = bs.patterns.sliding_window(256, 256, block_size=32)  # all blocks up to the query's own
+    >>> layouts = bs.nn.topk_blocks(q, k, candidates, blocks=3)
+    >>> layouts[0]
+    BlockLayout(shape=(256, 256), block_size=(32, 32), nnz=21, density=0.3281)
+    >>> bs.nn.attention(q, k, v, layouts, causal=True).shape
+    torch.Size([1, 2, 256, 16])
+
+    Source: Lu et al., MoBA: mixture of block attention for long-context LLMs (2025).
+    """
+    _, row = check_operands(q, k, k, layout)
+    blocks = integer("blocks", blocks, 1)
+    if row:
+        got = f"{q.shape[2]} queries and {k.shape[2]} keys"
+        raise BlockSparseError.expected("q", "as many queries as the layout has rows (pass layout[first:])", got)
+    if torch.compiler.is_dynamo_compiling():
+        _candidates_while_tracing(layout, blocks, q.device)
+    candidates = _candidates_on(layout, blocks, q.device)
+    with torch.no_grad():
+        cols = _chosen_columns(q, k, layout, candidates)
+    if torch.compiler.is_compiling():
+        return [DynamicLayout(candidates.crow, col, layout.grid, layout.block_shape) for col in cols.unbind(0)]
+    rows = np.repeat(np.arange(layout.grid[0]), np.diff(candidates.crow.cpu().numpy()))
+    return [BlockLayout.from_indices(rows, col, layout.grid, layout.block_shape) for col in cols.cpu().numpy()]
+
+
+class _Candidates(NamedTuple):
+    """The blocks to choose from.
+
+    mask: bool `[rows, columns]`.
+    crow: int32 `[rows + 1]`, the row starts of the choice.
+    positions: int64 `[nnz]`, where the choice is in the largest blocks of each row, `[rows, most]`.
+    most: how many blocks are chosen in a row that has enough.
+    """
+
+    mask: Tensor
+    crow: Tensor
+    positions: Tensor
+    most: int
+
+
+def _candidates_on(layout: BlockLayout, blocks: int, device: torch.device) -> _Candidates:
+    """Return the candidates of a layout as real tensors on the device, even while the call is traced."""
+
+    def make() -> _Candidates:
+        most = min(blocks, layout.grid[1])
+        counts = np.minimum(np.diff(layout.row_start), most)
+        crow = np.append(0, np.cumsum(counts)).astype(np.int32)
+        positions = np.flatnonzero(np.arange(most) < counts[:, None])
+        with _disable_current_modes():
+            tensors = [layout.mask(), torch.from_numpy(crow), torch.from_numpy(positions)]
+            mask, crow_, positions_ = (tensor.to(device) for tensor in tensors)
+        return _Candidates(mask, crow_, positions_, most)
+
+    return layout.derived(("candidates", blocks, device), make)
+
+
+def _candidates_while_tracing(layout: BlockLayout, blocks: int, device: torch.device) -> bool:
+    """Make the candidates when torch.compile traces, and keep the steps out of the graph."""
+    _candidates_on(layout, blocks, device)
+    return True
+
+
+# Dynamo calls this function, because it cannot trace how candidates are made. See `ops/graph_layout.py`.
+_candidates_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _chosen_columns(q: Tensor, k: Tensor, layout: BlockLayout, candidates: _Candidates) -> Tensor:
+    """Return the columns of the chosen blocks, ascending in each row, int32 `[batch * heads, nnz]`."""
+    height, width = layout.block_shape
+    k = _pooled(k, width).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = (_pooled(q, height) @ k.mT).flatten(0, 1)
+    # NaN and infinity in the data change which blocks are chosen, not how many.
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    if layout.grid[0] == layout.grid[1]:
+        own = torch.eye(layout.grid[0], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(own, torch.inf)
+    values, cols = scores.masked_fill(~candidates.mask, -torch.inf).topk(candidates.most, -1)
+    cols = cols.masked_fill(values.isneginf(), layout.grid[1]).sort(-1).values
+    return cols.flatten(1).index_select(1, candidates.positions).to(torch.int32)
+
+
+def _pooled(x: Tensor, block: int) -> Tensor:
+    """Return the mean over each block of tokens, `[batch, heads, blocks, d]` in float32 or float64."""
+    wide, missing = x.to(accumulator(x.dtype)), -x.shape[2] % block
+    means: Tensor = F.pad(wide, (0, 0, 0, missing)).unflatten(2, (-1, block)).mean(3)
+    if not missing:
+        return means
+    return torch.cat([means[:, :, :-1], means[:, :, -1:] * (block / (block - missing))], 2)

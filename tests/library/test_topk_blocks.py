@@ -1,0 +1,109 @@
+"""Blocks of attention that are chosen from the data, eagerly and in compiled graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch._dynamo
+
+import blocksparse as bs
+
+
+def draw(batch=2, heads=4, shared=2, queries=90, keys=90, d=8):
+    sizes = (heads, queries), (shared, keys), (shared, keys)
+    return [torch.randn(batch, *size, d, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+
+def chosen(q, k, candidates, blocks):
+    """The choice by its definition, bool [batch, heads, rows, columns]."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    pooled = [
+        torch.stack([p.mean(2) for p in x.split(b, 2)], 2) for x, b in zip((q, k), candidates.block_shape, strict=True)
+    ]
+    scores, mask = pooled[0] @ pooled[1].mT, candidates.mask()
+    result = torch.zeros(scores.shape, dtype=torch.bool)
+    for at in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+        row = scores[tuple(at)].masked_fill(~mask[at[2]], -math.inf)
+        if candidates.grid[0] == candidates.grid[1]:
+            row[at[2]] = math.inf if mask[at[2], at[2]] else -math.inf
+        best = row.argsort(descending=True)[:blocks]
+        result[tuple(at)][best[row[best] > -math.inf]] = True
+    return result
+
+
+CANDIDATES = {
+    "dense": lambda: bs.patterns.dense((96, 96), 16),
+    "causal": lambda: bs.patterns.sliding_window(90, 90, 16),
+    "other blocks": lambda: bs.patterns.random((96, 96), (32, 8), density=0.5, seed=0),
+    "rows without blocks": lambda: bs.BlockLayout(torch.rand(6, 6) < 0.3, 16),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 100])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_choice_outputs_and_gradients(name, blocks):
+    candidates, (q, k, v) = CANDIDATES[name](), draw()
+    layouts = bs.nn.topk_blocks(q, k, candidates, blocks)
+    masks = chosen(q.detach(), k.detach(), candidates, blocks)
+    assert torch.equal(torch.stack([layout.mask() for layout in layouts]), masks.flatten(0, 1))
+    causal = name == "causal"
+    found = bs.nn.attention(q, k, v, layouts, causal)
+    height, width = candidates.block_shape
+    seen = masks.repeat_interleave(height, 2).repeat_interleave(width, 3)[:, :, :90, :90]
+    seen = seen.tril() if causal else seen
+    nothing = ~seen.any(-1, keepdim=True)
+    wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ wide_k.mT * 8**-0.5).masked_fill(~(seen | nothing), -math.inf)
+    expected = (scores.softmax(-1) @ wide_v).masked_fill(nothing, 0)
+    upstream = torch.randn_like(expected)
+    ours, theirs = ((y, *torch.autograd.grad(y, (q, k, v), upstream)) for y in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_compiled_graphs_serve_any_choice(batch):
+    torch._dynamo.reset()
+    candidates = bs.patterns.sliding_window(90, 90, 16)
+
+    def run(q, k, v):
+        return bs.nn.attention(q, k, v, bs.nn.topk_blocks(q, k, candidates, 3), causal=True)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    seen = set()
+    for step in range(4):
+        leaves = draw(batch)
+        seen.add(bs.nn.topk_blocks(*leaves[:2], candidates, 3)[0])
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            found = compiled(*leaves)
+        expected = run(*leaves)
+        upstream = torch.randn_like(expected)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y, leaves, upstream) for y in (found, expected)))
+    assert len(seen) > 1
+
+
+def test_nan_and_infinity_do_not_change_how_many():
+    q, k, _ = (x.detach() for x in draw())
+    q[0, 0, 20], k[0, 0, 40], k[1, 1, 0] = math.nan, math.inf, -math.inf
+    layouts = bs.nn.topk_blocks(q, k, bs.patterns.dense((96, 96), 16), 3)
+    assert all((layout.mask().sum(1) == 3).all() for layout in layouts)
+
+
+def test_bad_input():
+    q, k, v = draw()
+    dense = bs.patterns.dense((96, 96), 16)
+    with pytest.raises(bs.BlockSparseError, match="blocks: expected an int, 1 or more, got 0"):
+        bs.nn.topk_blocks(q, k, dense, 0)
+    with pytest.raises(bs.BlockSparseError, match=r"layout: expected the shape .*layout\.crop\(48, 48\)"):
+        bs.nn.topk_blocks(q[:, :, :40], k[:, :, :40], dense, 2)
+    with pytest.raises(bs.BlockSparseError, match="q: expected as many queries as the layout has rows"):
+        bs.nn.topk_blocks(q[:, :, :16], k, dense, 2)
+    layouts = bs.nn.topk_blocks(q, k, dense, 2)
+    with pytest.raises(bs.BlockSparseError, match="lengths: expected None if each sequence has layouts of its own"):
+        bs.nn.attention(q, k, v, layouts, lengths=[90, 80])
+    with pytest.raises(
+        bs.BlockSparseError, match="layout: expected one for each of 4 heads, or for each of 2 x 4 heads"
+    ):
+        bs.nn.attention(q, k, v, layouts[:5])
