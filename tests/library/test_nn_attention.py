@@ -292,12 +292,16 @@ def test_autocast():
     assert q.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("blocks", [["x x", "xx ", " xx"], ["xx ", "xx "]])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [4, 2])
+@pytest.mark.parametrize("blocks", [["x x", "xx ", " xx"], ["xx ", "xx "], ["xx", "xx"]])
 @pytest.mark.parametrize("d_v", [2, 3])
-def test_twice_differentiable(blocks, d_v):
-    layout = bs.BlockLayout([[block == "x" for block in row] for row in blocks], block_size=4)
+def test_twice_differentiable(blocks, d_v, block, causal):
+    layout = bs.BlockLayout([[block == "x" for block in row] for row in blocks], block)
     q, k, v = draw(layout.shape, heads=1, d=2, d_v=d_v)
-    assert torch.autograd.gradgradcheck(lambda *qkv: bs.nn.attention(*qkv, layout), (q, k, v), fast_mode=True)
+    run = partial(bs.nn.attention, layout=layout, causal=causal)
+    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("density", [0.5, 1])
@@ -363,6 +367,25 @@ def test_flex_attention_sees_the_same(shape, block, per_head, causal, training):
     assert tiles == [((128, 128), None) if training or shape[0] < 128 else ((32, 32), 32)]
     mask = torch.stack([dense_mask(layout, causal) for layout in layouts])
     torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.25), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "rules"),
+    [
+        (256, 256, Rules(right=0, left=70, scale=0.3)),
+        (200, 250, Rules(row=50, right=0, scale=0.3)),
+        (130, 256, Rules(row=126, left=100, right=30, scale=0.3, softcap=2.0)),
+        (1, 250, Rules(row=249, left=90, right=0, scale=0.3)),
+    ],
+)
+def test_flex_attention_with_rules(queries, keys, rules, per_head):
+    """Shared heads, windows, lengths that are no multiple of a block, the last rows of a layout, and a cap."""
+    count = 4 if per_head else 1
+    layouts = [bs.patterns.random((256, 256), block_size=32, density=0.6, seed=i) for i in range(count)]
+    q, k, v = torch.randn(1, 4, queries, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 16)
+    expected, _ = reference.attention(q, k, v, layouts, rules)
+    torch.testing.assert_close(flex(q, k, v, layouts, rules, flex_attention), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_heads_with_different_blocks():

@@ -50,7 +50,7 @@ def attention(
 def _of_layout(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, return_lse: bool) -> Result:
     """Return attention of heads that share this layout."""
     if (options := gathered.dense_options(q, k, layout, rules, return_lse)) is not None:
-        return F.scaled_dot_product_attention(q, k, v, **options), None
+        return gathered.dense_attention(q, k, v, **options), None
     plain = not (needs_grad(q, k, v) or rules.changes_weights or return_lse)
     if q.shape[2] == 1 and rules.spans is None and plain:
         return _one_query(q, k, v, layout, rules), None

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
 from ..checks import accumulator, always_supported
+from ..registry import can_bypass_dispatcher, needs_grad
+from ..torch_op import call_per_batched_grad
 from .rules import Rules, cap, drop
 
 # Rows of blocks are padded to the longest one of a batch; at least this fraction of a row must be blocks.
@@ -246,7 +248,7 @@ def _split(tensor: Tensor, front: int, back: int, block: int) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, return_lse: bool = False) -> Result:
     """Return attention of heads that share this layout."""
     if (options := dense_options(q, k, layout, rules, return_lse)) is not None:
-        return _dense_attention(q, k, v, **options), None
+        return dense_attention(q, k, v, **options), None
     batch, heads, queries, _ = q.shape
     blocks = _blocks_of(layout, rules, [q], [k, v])
     outputs = [_attention_of_rows(rows, blocks, rules, return_lse) for rows in blocks.groups]
@@ -291,7 +293,7 @@ def _attention_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules, return_ls
         y = (_dropped((scores - lse[..., None]).exp(), rows, rules) @ v.to(scores.dtype)).to(q.dtype)
         lse = lse if some is None else lse.where(some.squeeze(-1), -torch.inf)
     else:
-        y = _dense_attention(q, k, v, attn_mask=mask, scale=rules.scale)
+        y = dense_attention(q, k, v, attn_mask=mask, scale=rules.scale)
     return y if some is None else y.where(some, 0), lse
 
 
@@ -312,11 +314,48 @@ def _dropped(weights: Tensor, rows: _RowGroup, rules: Rules) -> Tensor:
     return drop(weights, rules, heads, rows.queries, rows.keys)
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return PyTorch's dense attention, differentiable any number of times."""
+    if needs_grad(q, k, v) and can_bypass_dispatcher(q, k, v):
+        y: Tensor = _Dense.apply(options, q, k, v)  # type: ignore[no-untyped-call]
+        return y
     # PyTorch's fused kernels do not support forward-mode differentiation.
-    fused = forward_ad._current_level < 0
+    return _by_pytorch(forward_ad._current_level < 0, options, q, k, v)
+
+
+def _by_pytorch(fused: bool, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with nullcontext() if fused else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class _Dense(torch.autograd.Function):
+    """PyTorch's fused kernel for outputs and gradients; its other one if these are differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.options = options
+        ctx.save_for_backward(q, k, v)
+        with torch.enable_grad():
+            ctx.leaves = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
+            ctx.y = _by_pytorch(True, options, *ctx.leaves)
+        y: Tensor = ctx.y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        def gradients(grad: Tensor) -> Sequence[Tensor | None]:
+            create_graph = torch.is_grad_enabled()
+            if create_graph or not can_bypass_dispatcher(grad):
+                with torch.enable_grad():
+                    operands = ctx.saved_tensors
+                    y = _by_pytorch(False, ctx.options, *operands)
+            else:
+                operands, y = ctx.leaves, ctx.y
+            inputs = [x for x in operands if x.requires_grad]
+            grads = iter(torch.autograd.grad(y, inputs, grad, retain_graph=True, create_graph=create_graph))
+            return [next(grads) if x.requires_grad else None for x in operands]
+
+        return None, *call_per_batched_grad(gradients, grad)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------
