@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from blocksparse import patterns
 from blocksparse.measure import ROUNDS
 from blocksparse.nn import attention
+from blocksparse.ops.attention.gathered import Place
+from blocksparse.ops.attention.triton import TILE, block_mask
 from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
 from targets.rows import RowIterator, race
 
@@ -71,8 +73,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
 
 def _forward_rows(spec: WindowSpec, rounds: int, budget: float, flex: bool) -> RowIterator:
     q, k, v = spec.operands(spec.tokens)
-    number = torch.arange(spec.tokens)
-    seen = (number[:, None] >= number) & (number[:, None] - number < spec.window)
+    seen = torch.ones(spec.tokens, spec.tokens, dtype=torch.bool).tril_().triu_(1 - spec.window)
 
     def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.expand(-1, spec.heads, -1, -1) for x in (k, v))
@@ -95,8 +96,12 @@ def _forward_rows(spec: WindowSpec, rounds: int, budget: float, flex: bool) -> R
 
 
 def _flex(spec: WindowSpec) -> Callable[..., Tensor]:
-    mask = create_block_mask(
-        lambda b, h, i, j: (i >= j) & (i - j < spec.window), None, None, spec.tokens, spec.tokens, device="cpu"
+    place = Place(0, spec.tokens, spec.tokens, spec.window - 1, 0)
+    # create_block_mask would make int64 matrices of all tokens.
+    tiles, _ = block_mask([patterns.dense((spec.tokens, spec.tokens), spec.block)], place, torch.device("cpu"), TILE)
+    counts = tiles.kv_num_blocks, tiles.kv_indices, tiles.full_kv_num_blocks, tiles.full_kv_indices
+    mask = BlockMask.from_kv_blocks(
+        *counts, BLOCK_SIZE=TILE, mask_mod=lambda b, h, i, j: (i >= j) & (i - j < spec.window)
     )
     compiled: Any = torch.compile(flex_attention)
     print("compiling FlexAttention", file=sys.stderr)

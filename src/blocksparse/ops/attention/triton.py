@@ -57,7 +57,7 @@ def flex(
     if key not in masks:
         if len(masks) >= 2 * MAX_PLANS:  # decoding makes one per token
             masks.clear()
-        masks[key] = (*_block_mask(layouts, place, q.device, tile), set())
+        masks[key] = (*block_mask(layouts, place, q.device, tile), set())
     mask, tensors, streams = masks[key]
     stream = stream_of(q)
     if stream not in streams:
@@ -91,7 +91,7 @@ def tile_of(layouts: Sequence[BlockLayout]) -> int:
     return max(size, MIN_TILE)
 
 
-def _block_mask(
+def block_mask(
     layouts: Sequence[BlockLayout], place: Place, device: torch.device, tile: int
 ) -> tuple[Any, list[Tensor]]:
     """Return a BlockMask of tiles, and its tensors; in partly visible tiles, it looks up the blocks of the layouts."""
