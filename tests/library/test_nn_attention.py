@@ -413,7 +413,10 @@ def test_bad_input():
         ((q, k[:, :2], v[:, :2], layout), r"k: expected \[2, 3, keys, 4\], as of q, or fewer heads that divide 3, got"),
         ((q, k, v[:, :, :4], layout), r"v: expected \[2, 3, 8, d_v\], as of k, got \[2, 3, 4, 5\]"),
         ((q, k[:, :, :4], v[:, :, :4], layout), r"layout: expected the shape \(queries, keys\) = \(8, 4\)"),
-        ((q, k, v, [layout]), "layout: expected one for each of 3 heads, got 1 layouts"),
+        (
+            (q, k, v, [layout]),
+            "layout: expected one for each of 3 heads, or for each of 2 x 3 heads and sequences, got 1",
+        ),
         ((q, k, v, None), "layout: expected a BlockLayout, got NoneType"),
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):
