@@ -13,7 +13,7 @@ LEVELS = 2**32
 
 
 class Rules(NamedTuple):
-    """What a call computes besides queries, keys, values and layouts.
+    """The settings of a call: its window, its place in the layout, and what happens to the scores.
 
     Queries end where the keys end: query i is at the position i + keys - queries, and the layout's row of the first
     query is `row`.
