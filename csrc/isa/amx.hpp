@@ -31,6 +31,17 @@ static thread_local EmulatedTile emulated[8];
 #define BLOCKSPARSE_TILE_DOT(c, a, b) emulated_dot(emulated[c], emulated[a], emulated[b])
 #define BLOCKSPARSE_TILE_DOT_BYTES(c, a, b) emulated_dot_bytes(emulated[c], emulated[a], emulated[b])
 
+// Stop the program, as a CPU does if tiles have wrong shapes.
+static inline void trap_if(bool wrong) {
+  if (wrong) __builtin_trap();
+}
+
+static inline bool fits_tile(int size) { return size > 0 && size <= kTile; }
+
+static inline void trap_if_shapes_differ(const EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
+  trap_if(a.rows != c.rows || b.columns != c.columns || a.columns != b.rows);
+}
+
 static inline void emulated_load(EmulatedTile& tile, const void* from, int64_t stride) {
   for (int r = 0; r < tile.rows; ++r)
     memcpy(tile.unit[r], static_cast<const char*>(from) + r * stride, tile.columns * sizeof(uint32_t));
@@ -44,6 +55,7 @@ static inline void emulated_store(const EmulatedTile& tile, void* to, int64_t st
 // TDPBF16PS (Intel's Software Developer's Manual, volume 2): separate fused multiply-adds of the lower and of the upper
 // numbers, starting from 0; their total is added to the tile. Subnormal numbers count as 0, as in VDPBF16PS.
 static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
+  trap_if_shapes_differ(c, a, b);
   static_assert(kLanes<uint32_t> == kTile, "a row is a vector");
   for (int m = 0; m < c.rows; ++m) {
     Vector<float> lower = {}, upper = {};
@@ -60,6 +72,7 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
 
 // TDPBUSD: unsigned bytes of A, signed bytes of B, exact sums in int32.
 static inline void emulated_dot_bytes(EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
+  trap_if_shapes_differ(c, a, b);
   using Sums = Vector<int32_t>;
   for (int m = 0; m < c.rows; ++m) {
     Sums sum = bits<Sums>(load(c.unit[m]));
@@ -95,6 +108,7 @@ static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns)
 #if defined(BLOCKSPARSE_EMULATED_TILES)
     emulated[t].rows = config.rows[t];
     emulated[t].columns = config.row_bytes[t] / 4;
+    trap_if(!fits_tile(emulated[t].rows) || !fits_tile(emulated[t].columns));
 #endif
   }
 #if !defined(BLOCKSPARSE_EMULATED_TILES)

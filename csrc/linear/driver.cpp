@@ -159,8 +159,9 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       if (count == 0) continue;
       void* sums = scratch(Scratch::kSums, count * width * size_sum);
       for (int64_t i = j; i < next; ++i)
-        kernels.row_piece(piece_of(i, panel, width), piece_of(after(i), panel, width),
-                          advance(sums, (output_of(i) - output) * width * size_sum));
+        if (begin_of(i) < end_of(i))  // tiles without rows are invalid
+          kernels.row_piece(piece_of(i, panel, width), piece_of(after(i), panel, width),
+                            advance(sums, (output_of(i) - output) * width * size_sum));
       kernels.write_outputs(outputs_of(sums, output, count, width, token, here));
     }
     // Streamed stores are not ordered by the end of a parallel loop.
