@@ -96,9 +96,6 @@ static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(t
 
 // Tiles 0 to 3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 hold A [rows, depth], 6 and 7 hold B [depth, columns].
 static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns) {
-#if defined(BLOCKSPARSE_EMULATED_TILES)
-  if (rows == 0 || depth == 0 || columns == 0) __builtin_trap();  // LDTILECFG refuses empty tiles
-#endif
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];

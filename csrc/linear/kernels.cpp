@@ -241,7 +241,6 @@ template <class E>
 void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
   using Sum = typename E::Sum;
   Sum* sums = static_cast<Sum*>(to);
-  if (piece.begin == piece.end) return;  // on tiles: its outputs belong to the piece before
   if (piece.blocks == 0) {
     memset(sums, 0, (piece.end - piece.begin) * piece.width * sizeof(Sum));
     return;
