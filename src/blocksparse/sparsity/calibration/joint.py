@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import BlockSparseError
@@ -22,6 +22,9 @@ from .sequences import MIN_VALUE, RATE, root_mean_square
 STEPS, SAMPLES, MAX_FLOPS, MIN_STEPS = 300, 8, 3e12, 100
 # This fraction of the samples is left out, to find out whether the fit reduces the error.
 HELD_OUT = 1 / 8
+
+# Arguments that calls do not change. Others may have a state, so blocks with such arguments are not fitted.
+PLAIN = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 Record = tuple[tuple[Any, ...], dict[str, Any], Tensor]
 """The arguments of a block's call, by position and by name, and its output."""
@@ -135,7 +138,9 @@ def _record(model: nn.Module, name: str, chunks: list[Any]) -> list[Record]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal calls
         calls += 1
-        if (first := _first_tensor(output)) is not None:
+        args, kwargs = tree_map(lambda leaf: None if _is_cache(leaf) else leaf, (args, kwargs), is_leaf=_is_cache)
+        is_plain = all(isinstance(leaf, PLAIN) for leaf in tree_leaves((args, kwargs)))
+        if is_plain and (first := _first_tensor(output)) is not None:
             records.append((args, kwargs, first.detach()))
 
     handle = model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
@@ -144,6 +149,11 @@ def _record(model: nn.Module, name: str, chunks: list[Any]) -> list[Record]:
     finally:
         handle.remove()
     return records if calls == len(records) == len(chunks) else []
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Return whether an argument is a cache of keys and values, as of transformers: calls would add to it again."""
+    return type(leaf).__name__.endswith("Cache")
 
 
 def _first_tensor(output: Any) -> Tensor | None:
