@@ -72,12 +72,11 @@ def test_a_read_only_clone(check_machine, monkeypatch, tmp_path):
     assert "git clone" in problem
 
 
-def test_a_full_disk_stops_only_the_first_setup(check_machine, monkeypatch, tmp_path):
+def test_a_full_disk_stops_a_setup_without_pytorch(check_machine, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda root: SimpleNamespace(free=1.23e9))
     (problem,) = check_machine.problems(str(tmp_path))
     assert f"4 GB of free disk space are needed, and {tmp_path} has 1.2 GB" in problem
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/demo").touch()
+    (tmp_path / ".venv/lib/python3.12/site-packages/torch").mkdir(parents=True)
     assert check_machine.problems(str(tmp_path)) == []
 
 
