@@ -11,7 +11,7 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// What is left to do with sums when they are written. (GELU and SiLU would be too much code here.)
+// The last steps when sums are written: bias and ReLU. (GELU and SiLU would be too much code here.)
 template <class E>
 struct Finish {
   const typename E::Storage* bias;  // of the first output, or null

@@ -312,7 +312,7 @@ def test_bad_input():
 @pytest.mark.parametrize("run", [gathered.gradients, cpu.gradients])
 @pytest.mark.parametrize("number", range(12))
 def test_gradients_without_autograd(number, run):
-    """Those of compiled graphs, with the dropped weights of the forward pass."""
+    """Compiled graphs call these functions, with the dropped weights of the forward pass."""
     torch.manual_seed(number)
     q, k, v = sizes(43, 60)
     layout = bs.BlockLayout(torch.rand(8, 4) < 0.7, (8, 16))

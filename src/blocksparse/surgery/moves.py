@@ -31,7 +31,7 @@ class Move:
     def works_without(self, is_removed: Callable[[np.ndarray], np.ndarray]) -> bool:
         """Return whether the function moves the other features as before if some are removed.
 
-        `view(2, -1)` does. `view(2, 16)` does not, and `chunk(2)` only if each half loses as many.
+        `view(2, -1)` does. `view(2, 16)` does not, and `chunk(2)` only if both halves lose the same number.
 
         Args:
             is_removed: returns a bool for each of several ids.

@@ -87,7 +87,7 @@ def _tokens(folder: Path, content: bytes, length: int) -> Tensor:
 
 
 def _length(model: Any) -> int:
-    """Return the number of tokens of a sample, at most as many as the model has positions."""
+    """Return the number of tokens of a sample, which does not exceed the positions of the model."""
     return min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
 
 

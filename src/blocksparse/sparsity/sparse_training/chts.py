@@ -169,7 +169,7 @@ def path_scores(mask: Tensor) -> Tensor:
     column k counts (D_ij + 1) / (e_ij + 1) where D_ij > 0. Paths over columns count likewise, and both are added.
 
     Args:
-        mask: 1 for blocks of the pattern, 0 elsewhere, float64 `[rows, columns]`.
+        mask: 1 for blocks of the pattern, 0 for others, float64 `[rows, columns]`.
     """
     return _paths_over_rows(mask) + _paths_over_rows(mask.T.contiguous()).T
 
