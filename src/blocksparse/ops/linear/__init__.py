@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
@@ -9,7 +10,7 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..block_gate import apply_gate
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..registry import can_bypass_dispatcher, needs_grad
+from ..registry import can_bypass_dispatcher
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
 
@@ -115,7 +116,11 @@ def _product(
         x, values, bias = autocast(x, values, bias)
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
-    if direct and not needs_grad(x, values, bias):
+    # This is `needs_grad` without the time of a call.
+    recorded = torch.is_grad_enabled() and (
+        x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if direct and not recorded:
         backend = LINEAR.backends["cpu" if x.is_cpu else "triton"]  # `on` takes longer than a small product
         y: Tensor | None = backend.linear_fast(x, values, bias, layout, transpose, activation)
         if y is not None:
@@ -123,7 +128,7 @@ def _product(
     fused = activation
     if activation is not None:
         # The gradient of gelu and silu needs their input: unfused it is saved, fused it would be computed again.
-        fused = None if activation != "relu" and needs_grad(x, values, bias) else activation
+        fused = None if activation != "relu" and recorded else activation
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     check_shapes(x, values, layout, bias, out_features, in_features)
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)

@@ -6,25 +6,15 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import cpu_core, workspace
+from .. import workspace
 from ..activations import ACTIVATIONS
 
 # Instruction sets and dtypes whose dense product is faster. (With AVX-512 on AMD's CPUs it is slower in float32.)
-_FASTER = {("avx2", torch.float32)}
+FASTER = {("avx2", torch.float32)}
 # The copy of the values takes as long as the product of 30 tokens, and the product is a fifth faster.
 MIN_TOKENS = 256
 # With fewer features the core is as fast.
 MIN_FEATURES = 512
-
-
-def is_dense_faster(layout: BlockLayout, dtype: torch.dtype, tokens: int) -> bool:
-    """Return whether the dense product is faster for this many tokens."""
-    return (
-        tokens >= MIN_TOKENS
-        and layout.nnz == layout.grid[0] * layout.grid[1]
-        and min(layout.shape) >= MIN_FEATURES
-        and (cpu_core.isa(), dtype) in _FASTER
-    )
 
 
 def linear(

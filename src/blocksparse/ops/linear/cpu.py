@@ -45,7 +45,7 @@ def linear_fast(
         or strides[-1] != 1
         or distance < in_features
         or not x.is_cpu
-        or all_blocks.is_dense_faster(layout, dtype, tokens)
+        or _is_dense_faster(layout, dtype, tokens)
     ):
         return None
     x_address, values_address = x.data_ptr(), address_or_zero(values, layout.values_shape, dtype)
@@ -103,12 +103,22 @@ def linear(
             start=start, col=col, position=position,
         )  # fmt: skip
         return y
-    if all_blocks.is_dense_faster(layout, dtype, tokens):
+    if _is_dense_faster(layout, dtype, tokens):
         all_blocks.linear(x, values, bias, layout, transpose, None if activation == "none" else activation, y)
         return y
     tasks = tasks_of(layout, transpose)
     core.linear(tasks, isa, name, activation, tokens, rows, values_address, bias_address, y_address)
     return y
+
+
+def _is_dense_faster(layout: BlockLayout, dtype: torch.dtype, tokens: int) -> bool:
+    """Return whether the layout stores all blocks, and the dense product is faster for this many tokens."""
+    return (
+        tokens >= all_blocks.MIN_TOKENS
+        and layout.nnz == layout.grid[0] * layout.grid[1]
+        and min(layout.shape) >= all_blocks.MIN_FEATURES
+        and (cpu_core.isa(), dtype) in all_blocks.FASTER
+    )
 
 
 def tasks_of(layout: BlockLayout, transpose: bool = False) -> Any:
@@ -130,7 +140,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, out: Tensor | Non
         working = working_memory(size)
         core.csr_wgrad(**arguments, **_memory_arguments(working), start=layout.row_start, col=layout.col_of_block)
         return values
-    if all_blocks.is_dense_faster(layout, x.dtype, cpu_core.row_count(x)):
+    if _is_dense_faster(layout, x.dtype, cpu_core.row_count(x)):
         all_blocks.linear_wgrad(grad, x, layout, values)
         return values
     plan = block_plan(layout)
