@@ -267,6 +267,14 @@ def test_the_operation_of_graphs_is_twice_differentiable(core):
     close(tuple(found), tuple(torch.stack(each) for each in zip(*apart, strict=True)))
 
 
+def test_the_operation_of_graphs_without_sequences(core):
+    layout = bs.BlockLayout(torch.eye(2, dtype=torch.bool), 4)
+    q, k, v = empty = [tensor.detach()[:0].requires_grad_() for tensor in draw((8, 8))]
+    y, _ = in_graph(q, k, v, [layout], Rules(scale=0.5))
+    grads = torch.autograd.grad(y.sum(), empty)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in empty]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_with_a_layout_that_is_new(causal, strict):
@@ -399,8 +407,17 @@ def test_heads_with_different_blocks():
 def test_nothing_to_do():
     layout = bs.BlockLayout(torch.zeros(2, 2, dtype=torch.bool), 4)
     assert not bs.nn.attention(*draw((8, 8)), layout).any()
-    empty = [tensor[:0] for tensor in draw((8, 8))]
-    assert bs.nn.attention(*empty, bs.patterns.dense((8, 8), 4)).shape == (0, 3, 8, 5)
+
+
+@pytest.mark.parametrize("backend", ["gathered", *CPU])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 2.0}, {"window_size": (3, 2)}])
+def test_no_sequences(backend, options):
+    empty = [tensor.detach()[:0].requires_grad_() for tensor in draw((8, 8))]
+    with on(backend):
+        y = bs.nn.attention(*empty, bs.BlockLayout(torch.eye(2, dtype=torch.bool), 4), **options)
+        grads = torch.autograd.grad(y.sum(), empty)
+    assert y.shape == (0, 3, 8, 5)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in empty]
 
 
 def test_bad_input():

@@ -299,7 +299,8 @@ def _attention_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules, return_ls
 
 def _gather(tensor: Tensor, rows: _RowGroup, hidden: Tensor | None) -> Tensor:
     """Return the keys or values of some rows, `[batch * heads, n, keys, d]`, with 0 for hidden ones."""
-    gathered = tensor.index_select(1, rows.cols).reshape(len(tensor), len(rows.rows), -1, tensor.shape[-1])
+    count, _, keys = rows.keys.shape
+    gathered = tensor.index_select(1, rows.cols).reshape(len(tensor), count, keys, tensor.shape[-1])
     return gathered if hidden is None else gathered.masked_fill(hidden, 0)
 
 
@@ -375,7 +376,7 @@ def gradients(
     for rows in blocks.groups:
         parts = _gradients_of_rows(rows, blocks, rules)
         for whole, index, part in zip(wholes, (rows.rows, rows.cols, rows.cols), parts, strict=True):
-            whole.index_add_(1, index, part.reshape(len(whole), -1, *whole.shape[2:]))
+            whole.index_add_(1, index, part.reshape(len(whole), len(index), *whole.shape[2:]))
     grads = []
     for whole, like, front in zip(wholes, (q, k, v), (blocks.front, 0, 0), strict=True):
         tokens = whole.flatten(1, 2).narrow(1, front, like.shape[2])
