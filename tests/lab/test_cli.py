@@ -23,9 +23,11 @@ def test_help_lists_the_commands():
 
 def test_help_wraps_paragraphs_at_the_width_of_the_terminal():
     (paragraph,) = re.findall(
-        r"^ Layers .*?^ *$", run("compress", "--help", columns=80).stdout, re.DOTALL | re.MULTILINE
+        r"^ A folder .*?^ *$", run("compress", "--help", columns=80).stdout, re.DOTALL | re.MULTILINE
     )
-    assert [len(line.strip()) > 65 for line in paragraph.strip().splitlines()] == [True, True, True, False]
+    *lines, _ = paragraph.strip().splitlines()
+    assert len(lines) >= 3
+    assert all(len(line.strip()) > 65 for line in lines)
 
 
 def test_version():

@@ -104,8 +104,10 @@ def float_labels():
 
 MISTAKES = {
     "density: expected 0, or enough": lambda: bs.nn.Linear(20, 30, density=0.25),
-    "sparsify: the blocks of some": lambda: bs.sparsify(narrow()[1:], 0.5, force=True),
-    "sparsify: some layers stay": lambda: bs.sparsify(narrow(), 0.5, force=True),
+    "sparsify: the blocks of some": lambda: bs.sparsify(narrow(), 0.5, force=True),
+    "sparsify: some layers stay": lambda: bs.sparsify(
+        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)), 0.5, force=True
+    ),
     "x: expected [..., 64]": lambda: layer()(torch.randn(4, 63)),
     "layout: expected shape": lambda: bs.nn.Linear(64, 32, layout=layer().layout),
     "mask: expected bool": lambda: bs.BlockLayout(torch.randn(4, 4)),

@@ -90,7 +90,7 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
             )
         if useless := _useless(*traced):
             lines = ["shrink: these layers keep units without a function", *format_reasons(useless)]
-            warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=3)
+            warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=4)
     return dense
 
 

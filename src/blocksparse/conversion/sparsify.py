@@ -95,7 +95,7 @@ def sparsify(
         skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
         force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning. A
-            layer that padding would make larger stays dense, such as a first convolution of 3 channels.
+            convolution that padding would make larger stays dense, such as a first one of 3 channels.
         tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
@@ -428,9 +428,11 @@ def _warn_if_missed(plan: Plan) -> None:
 
 
 def _leave_padded_dense(plan: Plan) -> Plan:
-    """Leave the weights dense that padding makes larger and slower, unless there would be no others."""
+    """Leave the convolutions dense that padding makes larger and slower, unless there would be no other weights."""
     padded = {
-        name: reason.replace(":", ", so it stays dense:") for name, reason in _weights_with_large_blocks(plan).items()
+        name: reason.replace(":", ", so it stays dense:")
+        for name, reason in _weights_with_large_blocks(plan).items()
+        if plan.selection.weights[name].blocks.taps > 1
     }
     if not padded or len(padded) == len(plan.layouts):
         return plan

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import BlockSparseError
 from ..distillation import compare
@@ -109,6 +108,8 @@ def _affordable_steps(block: nn.Module, records: list[Record]) -> int:
     """Return the number of steps that the bound on floating-point operations allows, by a call on a record."""
     if not records:
         return 0
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), with_all_modules(block), warnings.catch_warnings(action="ignore"), counter as forward:
         _call(block, records[0])  # compiled modules warn of the counter's hooks
