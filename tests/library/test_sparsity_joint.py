@@ -149,3 +149,13 @@ def test_sparsify_with_data_reorders_features_first():
     other(x).sum().backward()
     optimizer.step()
     assert error(sparsify(other, inplace=True, optimizer=optimizer), model, x) > 1e-4, "its state has the old order"
+
+
+def test_a_block_that_returns_no_tensor_when_it_is_called_again_is_named():
+    class Silent(nn.Module):
+        def forward(self, x):
+            return None
+
+    x = torch.ones(2, 3)
+    with pytest.raises(bs.BlockSparseError, match="data: Silent returned no tensor"):
+        joint._call(Silent(), ((x,), {}, x))

@@ -167,7 +167,10 @@ def _call(block: nn.Module, record: Record) -> Tensor:
     """Call a block on recorded arguments; it may change the tensors in place."""
     args, kwargs = tree_map_only(Tensor, torch.clone, record[:2])
     output = _first_tensor(block(*args, **kwargs))
-    assert output is not None  # as when the call was recorded
+    if output is None:  # the recorded call returned one
+        raise BlockSparseError(
+            f"data: {type(block).__name__} returned no tensor when it was called on its inputs again."
+        )
     return output
 
 
