@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,7 +26,7 @@ from ..selection import (
 )
 from ..sparse_training.chts import topological_places, without_returning
 from ..sparse_training.dense_gradient import mark_largest_of_rows
-from ..sparse_training.dynamic_sparsity import Modules
+from ..sparse_training.dynamic_sparsity import Modules, cosine_decay
 from ..sparse_training.gradient_growth import GradientGrowth
 from ..sparse_training.growth import draw_places
 from .dense_pruner import MaskedPruner
@@ -211,7 +210,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks that move in call t, counted from 1."""
         begin, end = self.schedule.begin, self.schedule.end
-        return self.regrow / 2 * (1 + math.cos(math.pi * (t - begin) / (end - begin)))
+        return cosine_decay(self.regrow, 0, t - begin, end - begin)
 
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)

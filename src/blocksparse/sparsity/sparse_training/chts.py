@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ...surgery.rewire import OnLayoutChange
 from ...surgery.weight_handle import WeightHandle
 from ..lines import coverable, lines_of
 from ..selection import TieBreak, stored_norms
-from .dynamic_sparsity import Modules
+from .dynamic_sparsity import Modules, cosine_decay
 from .growth import move_to_empty_lines
 from .set import SET
 
@@ -98,7 +97,7 @@ class CHTs(SET):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
-        return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
+        return cosine_decay(self.alpha, 0, t, self.end)
 
     def temperature(self, t: int) -> float:
         """Return the exponent of the norms in call t."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -26,6 +27,11 @@ from ..training_method import TrainingMethod
 
 TIE_BREAK_STREAM = 1  # separates the random numbers of `_tie_break` from those of `_generator`
 Modules = nn.Module | Iterable[nn.Module]
+
+
+def cosine_decay(first: float, last: float, t: int, end: int) -> float:
+    """Return a fraction that falls by half a cosine, from `first` at call 0 to `last` at call `end`."""
+    return last + (first - last) * (1 + math.cos(math.pi * t / end)) / 2
 
 
 class DynamicSparsity(TrainingMethod):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ...checked import integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
 from ..selection import check_norm
-from .dynamic_sparsity import Modules
+from .dynamic_sparsity import Modules, cosine_decay
 from .gradient_growth import GradientGrowth
 
 
@@ -89,7 +87,7 @@ class RigL(GradientGrowth):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in iteration t, counted from 1."""
-        return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
+        return cosine_decay(self.alpha, 0, t, self.end)
 
     def _change_layouts(self) -> None:
         """Drop the smallest blocks of each weight, and grow as many where the recorded gradients are largest."""

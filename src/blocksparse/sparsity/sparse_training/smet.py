@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ...surgery.rewire import OnLayoutChange
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..selection import TieBreak, mark_smallest, stored_norms
 from .block_clock import BlockClock
-from .dynamic_sparsity import Modules, find_modules
+from .dynamic_sparsity import Modules, cosine_decay, find_modules
 from .set import SET
 
 
@@ -102,8 +101,7 @@ class SMET(SET):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
-        cosine = (1 + math.cos(math.pi * t / self.end)) / 2
-        return self.final_alpha + (self.alpha - self.final_alpha) * cosine
+        return cosine_decay(self.alpha, self.final_alpha, t, self.end)
 
     def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
         count = round(self.fraction(self.calls) * weight.layout.nnz)
