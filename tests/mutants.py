@@ -12,6 +12,7 @@ core.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -26,6 +27,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
 TIMEOUT = 1800  # seconds for the tests of one mutant
+# Editable installations import their own sources whatever PYTHONPATH is, so that mutants would seem to survive.
+USE_COPY = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+"""
+RUN_TESTS = USE_COPY + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+SHOW_SOURCE = USE_COPY + "import importlib.util; print(importlib.util.find_spec('blocksparse').origin)"
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,24 @@ def build(project: Path) -> bool:
     return True
 
 
+def environment_of(project: Path) -> dict[str, str]:
+    """Return the environment in which the project's sources are imported, with one thread."""
+    return {**os.environ, "PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def check_imports(project: Path) -> None:
+    """Stop unless Python imports the library of the project."""
+    source = subprocess.check_output(
+        [sys.executable, "-c", SHOW_SOURCE], env=environment_of(project), text=True
+    ).strip()
+    if not Path(source).is_relative_to(project):
+        raise SystemExit(f"The tests would import {source}, not the mutated copy {project}.")
+
+
 def failing(project: Path, tests: tuple[str, ...]) -> str | None:
     """Return the first of these tests that fails, or another failure of the run; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not full", "--hypothesis-seed=0", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN_TESTS, "-xq", "-rfE", "-m", "not full", "--hypothesis-seed=0", *tests]
+    environment = environment_of(project)
     shutil.rmtree(project / ".hypothesis", ignore_errors=True)  # it has failures of other mutants
     try:
         done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
@@ -130,8 +152,9 @@ def main() -> int:
         projects = [Path(folder) / f"copy{n}" for n in range(options.jobs)]
         for project in projects:
             copy_project(project, options.tests)
-            for built in (ROOT / "src/blocksparse").glob("_core*.so"):
-                shutil.copy2(built, project / "src/blocksparse")
+            if core := importlib.util.find_spec("blocksparse._core"):
+                shutil.copy2(str(core.origin), project / "src/blocksparse")
+            check_imports(project)
         free = list(projects)
 
         def one(mutant: Mutant) -> tuple[Mutant, str, str]:
