@@ -3,6 +3,7 @@
     python benchmarks/reach.py                  some minutes on two cores, with nothing else running
     python benchmarks/reach.py --only conv2d    the targets of one op
     python benchmarks/reach.py --quick          small shapes, to try the program
+    python benchmarks/reach.py --seconds 2      less time per row than 5 seconds
 
 Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file next to
 it.
@@ -21,6 +22,7 @@ from blocksparse.ops import cpu_core
 from blocksparse_lab import machine
 from targets import (
     attention,
+    bfloat16,
     bounds,
     cold,
     int8,
@@ -42,6 +44,7 @@ BUDGET = 5.0  # seconds of timing per row of an op
 # Title, function that yields the rows, and its budget as a multiple of BUDGET.
 OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "linear": ("targets of the linear op", products.linear_rows, 1),
+    "bfloat16": ("products in bfloat16", bfloat16.rows, 1),
     "bounds": ("products as parts of their bounds", bounds.rows, 1),
     "cold": ("single calls with weights outside the caches", cold.rows, 1),
     "int8": ("targets of products in 8 bits", int8.rows, 1),
@@ -61,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Every target of a CPU in one run.")
     parser.add_argument("--only", choices=tuple(OPS), help="measure one op")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help="seconds of timing per row of an op")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     cpu_core.core()  # raises with instructions if it is not built
@@ -71,13 +75,13 @@ def main() -> None:
         op_rows: list[Row] = []
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             task = progress.add_task("starting", total=None)
-            for row in measure(factor * BUDGET, arguments.quick):
+            for row in measure(factor * arguments.seconds, arguments.quick):
                 op_rows.append(row)
                 progress.update(task, description=f"{row.work}: {row.measured}")
         console.print(rows.table(op_rows, f"{op}: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
         if not arguments.quick:
             path = arguments.out / f"{op}-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-            rows.write(path, op_rows, title, facts, budget=BUDGET)
+            rows.write(path, op_rows, title, facts, budget=arguments.seconds)
             console.print(f"wrote {path} and .md", soft_wrap=True)
 
 
