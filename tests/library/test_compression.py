@@ -370,6 +370,23 @@ def test_a_layer_that_ends_slower_than_a_dense_one_is_dense(monkeypatch):
     assert result.dense.keys() == {"first.weight", "last.weight"}
 
 
+@pytest.mark.parametrize("steps", [1, 60])
+def test_weights_that_keep_all_blocks_count_towards_the_density(monkeypatch, tmp_path, steps):
+    monkeypatch.setattr(stages, "keep_faster", speed.keep_faster)
+    monkeypatch.setattr(speed.Speed, "of_weights", lambda self, weights: 3.0)
+    monkeypatch.setattr(speed.Speed, "of_model", lambda self, layouts: 3.0)
+    data = [x for x, _ in labelled()]
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    for folder in (None, tmp_path, tmp_path):  # the last run resumes
+        result = bs.compress(model, data, 0.4, 8, steps=steps, folder=folder)
+        assert result.dense["4.weight"] == "keeps all of its blocks"
+        assert result.density == pytest.approx(0.4, abs=0.012)  # half a block
+        stored = sum(module.values.numel() for module in weights_of(result.model)) + 16 * 8
+        assert stored / (32 * 64 + 64 * 16 + 16 * 8) == pytest.approx(result.density)
+    measured = bs.tradeoff(model, data, densities=[0.4], block_size=8)
+    assert measured.points[1].density == pytest.approx(0.4, abs=0.012)
+
+
 def test_the_global_random_state_stays():
     model, data = Classifier().eval(), labelled(128)
     before = torch.get_rng_state()

@@ -58,7 +58,8 @@ def compress(
         model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.
         data: two batches of its inputs or more: tensors, tuples or lists of arguments, or dicts of arguments by name.
             One value more than the model has arguments is the label. Batches up to 1 GiB are read once and kept.
-        density: fraction of their parameters that weights keep, 0.1 by default, without those that stay dense.
+        density: fraction of their parameters that weights keep, 0.1 by default. Weights that stay dense because they
+            keep all of their blocks count; those that would be slower, or are skipped, do not.
         block_size: an int or (rows, columns), 32 by default.
         minutes: time to use, 10 by default.
         steps: number of training steps instead of a time.

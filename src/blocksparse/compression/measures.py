@@ -49,17 +49,18 @@ def sparse_modules(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, BlockSparseModule)}
 
 
-def density_of(model: nn.Module, without: Collection[str] = ()) -> float:
+def density_of(model: nn.Module, without: Collection[str] = (), full: int = 0) -> float:
     """Return the density of all block-sparse weights taken together; 1 if there is none.
 
     Args:
         model: the model.
         without: names of modules that do not count.
+        full: parameters of dense weights that count too, because they keep all of their blocks.
     """
     modules = (module for name, module in model.named_modules() if name not in without)
     weights = [module for module in modules if isinstance(module, BlockSparseModule) and module.layout.nnz]
     dense = sum(module.values.numel() / module.layout.density for module in weights)
-    return sum(module.values.numel() for module in weights) / dense if weights else 1.0
+    return (sum(module.values.numel() for module in weights) + full) / (dense + full) if weights else 1.0
 
 
 @torch.no_grad()

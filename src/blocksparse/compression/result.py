@@ -19,7 +19,8 @@ class Point:
     """A model at one density, on the held-out data.
 
     Args:
-        density: fraction of the parameters that the weights that became block-sparse store; 1 for the dense model.
+        density: fraction of their parameters that weights store, without those that stay dense for another reason than
+            that they keep all of their blocks; 1 for the dense model.
         speedup: dense time / block-sparse time of a call of the whole model.
         agreement: agreement with the teacher, at most 1: the fraction of equal predicted classes for classifiers, the
             mean cosine for unit vectors, and otherwise 1 - squared error / variance.
@@ -54,7 +55,7 @@ class CompressionResult:
 
     @property
     def density(self) -> float:
-        """The density of the weights that became block-sparse."""
+        """The fraction of their parameters that weights store; see `Point`."""
         return self.curve[-1].density
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -26,8 +26,9 @@ from ..conversion.sparsify import (
     sparsify,
     survey_weights,
 )
-from ..conversion.speed import Example, densify_slower, keep_faster
+from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
+from ..nn.module import BlockSparseModule
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
 from .measures import calls_weights, density_of, sparse_modules, speedup_of
@@ -99,6 +100,7 @@ class CompressionRun:
         self.curve: list[Point] = []
         self.dense_reasons: dict[str, str] = {}
         self.weights_to_sparsify: set[str] = set()
+        self.full_parameters = 0  # of weights that stay dense because they keep all, or most, of their blocks
         self.calibration: list[Any] | None = None  # to fit weights on, unless the model calls none of their layers
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
@@ -180,7 +182,14 @@ class CompressionRun:
                 stacklevel=4,
             )
         self.weights_to_sparsify = set(plan.layouts)
+        self._count_full_weights()
         return plan
+
+    def _count_full_weights(self, names: Collection[str] = ()) -> None:
+        """Count the parameters of weights that stay dense because they keep all blocks, and of those with a name."""
+        full = {*names, *(name for name, reason in self.dense_reasons.items() if reason.startswith(KEEPS_ALL))}
+        sizes = [weight.tensor.numel() for weight in prunable(self.dense_model, 1) if weight.name in full]
+        self.full_parameters = sum(sizes)
 
     def _train_stage(self, density: float, end: float) -> None:
         """Bring the student to a density, train it until the fraction `end` of the budget is used, keep the best state.
@@ -258,7 +267,8 @@ class CompressionRun:
             for batches in [self.calibration, None] if self.calibration else [None]:
                 if plan is None or batches is not self.calibration:
                     candidates = survey_weights(dense_student, self.block_size, skip)
-                    options = (density, None, "careful", None, batches)
+                    size = sum(weight.tensor.numel() for weight in candidates.weights.values())
+                    options = (self._without_full(density, size), None, "careful", None, batches)
                     plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
                 fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
                 student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
@@ -297,16 +307,25 @@ class CompressionRun:
         self._finish_stage()
 
     def _density(self) -> float:
-        """Return the density of the student's weights that were dense before."""
-        return density_of(self.student, self.sparse_before)
+        """Return the density of the student's weights that were dense before, with those that keep all blocks."""
+        return density_of(self.student, self.sparse_before, self.full_parameters)
+
+    def _without_full(self, density: float, size: float) -> float:
+        """Return the density of block-sparse weights of this dense size if all weights have `density`."""
+        return max(density - (1 - density) * self.full_parameters / size, 1 / size)
 
     def _drop(self, density: float, optimizer: torch.optim.Optimizer | None) -> None:
         """Drop the student's blocks that matter least down to a density; the optimizer, if any, trains the others."""
         skip = [*(weight.name for weight in prunable(self.student, 1)), *self.sparse_before]
         scores = None if optimizer is None else block_saliency(self.student, optimizer, self.sparse_before)
         more: dict[str, Any] = {"optimizer": optimizer, "criterion": scores, "force": True, "inplace": True}
+        size = sum(
+            module.values.numel() / module.layout.density
+            for name, module in self.student.named_modules()
+            if isinstance(module, BlockSparseModule) and name not in self.sparse_before
+        )
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
-            sparsify(self.student, density, skip=skip, **more)
+            sparsify(self.student, self._without_full(density, size), skip=skip, **more)
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
 
     def _test_rates(self) -> tuple[float, float]:
@@ -358,6 +377,7 @@ class CompressionRun:
         self.training.student, reasons = densify_slower(self.student, self.example, self.sparse_before)
         if reasons:
             self.dense_reasons |= reasons
+            self._count_full_weights(reasons)
             speedup = speedup_of(self.student, self.dense_model, self.example)
             self.curve[-1] = replace(self.curve[-1], density=self._density(), speedup=speedup)
 
@@ -425,6 +445,7 @@ class CompressionRun:
             raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
         self.training.student = load_sparsified(self.student, state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
+        self._count_full_weights()
         self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
         self.curve, point = [Point(**each) for each in about["curve"]], Point(**about["best"])
         self.training.forget_targets()

@@ -242,10 +242,13 @@ def tradeoff(
     points = [Point(1.0, 1.0, 1.0)]
     seconds = FIT_SECONDS / (len(weights_of) * len(targets))
     is_fast = is_observed and _limit(reader, calibration, seconds)[-1] is calibration[-1]
-    for sparse in _fitted_models(model, candidates, chosen, block_size, calibration, is_fast=is_fast):
+    to_sparsify = [{name: layout for name, layout in each.items() if layout.density < 1} for each in chosen]
+    models = _fitted_models(model, candidates, to_sparsify, block_size, calibration, is_fast=is_fast)
+    for sparse, layouts in zip(models, chosen, strict=True):
+        full = sum(candidates.weights[name].tensor.numel() for name, each in layouts.items() if each.density == 1)
         speedup = speedup_of(sparse, model, example) if sparse_modules(sparse) else 1.0
         minutes = (time.monotonic() - begin) / 60
-        points.append(Point(density_of(sparse), speedup, measure_agreement(sparse), minutes=minutes))
+        points.append(Point(density_of(sparse, full=full), speedup, measure_agreement(sparse), minutes=minutes))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
 
 
@@ -274,8 +277,7 @@ def _layouts(
     plan = select_blocks(model, candidates, density, None, "careful", None, batches, limit_loss=False)
     equal = ScoredSelection(candidates.weights, density, cast(ScoredSelection, plan.selection).scores, "layer")
     faster = keep_faster(model, Plan(equal, equal.layouts(candidates.weights)), example).layouts
-    layouts = plan.selection.layouts(faster) if faster else {}
-    return {name: layout for name, layout in layouts.items() if layout.density < 1}
+    return plan.selection.layouts(faster) if faster else {}
 
 
 def _fitted_models(

@@ -71,7 +71,8 @@ def sparsify(
     Args:
         model: any module; it stays as it is unless `inplace`.
         density: fraction of the parameters to keep in weights that become block-sparse, above 0 and at most 1 (default
-            0.1). A dict gives the density of each weight by name; weights without a name stay dense.
+            0.1). A weight that keeps all of its blocks counts too, and stays dense unless `force`. A dict gives the
+            density of each weight by name; weights without a name stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
         keep: "nonzero" if the weights were pruned: blocks with a nonzero value are kept, instead of densities and
             scores, and outputs stay equal. `block_size` may then be a list to choose from (default 32, 16, 8, 4, 1):

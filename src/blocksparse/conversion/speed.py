@@ -46,6 +46,9 @@ MAX_UNTIMED_DENSITY = 0.5
 # If the ratios of rounds differ by more than this factor, other programs seem to use the machine.
 BUSY_SPREAD = 2.0
 
+# Why a weight stays dense that has the layout of all blocks.
+KEEPS_ALL = "keeps all of its blocks"
+
 # The speed-ups of modules by all settings that they depend on.
 _measured: dict[tuple[Any, ...], float] = {}
 
@@ -53,8 +56,8 @@ _measured: dict[tuple[Any, ...], float] = {}
 def keep_faster(model: nn.Module, plan: Plan, example: Example | None = None, tokens: int = 64) -> Plan:
     """Leave weights dense until every block-sparse module is faster than the dense one, and the model not slower.
 
-    `sparsify` calls this unless forced. The result depends on the machine. Blocks are selected again for the weights
-    that are left.
+    `sparsify` calls this unless forced. The result depends on the machine. If weights are slower, blocks are selected
+    again for the others. Weights that keep all of their blocks stay dense too, and count towards the density.
 
     Args:
         model: the dense model, which is left as it is.
@@ -68,7 +71,7 @@ def keep_faster(model: nn.Module, plan: Plan, example: Example | None = None, to
     speed = Speed(model, tokens, example)
     speed.record(plan.selection.weights[name].module for name in plan.layouts)
     while plan.layouts:
-        full = {name: "keeps all of its blocks" for name, layout in plan.layouts.items() if layout.density == 1}
+        full = {name: KEEPS_ALL for name, layout in plan.layouts.items() if layout.density == 1}
         slower = _slower_weights(plan.leave_dense(full), speed)
         if not slower:
             return plan.leave_dense(full)
