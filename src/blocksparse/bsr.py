@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from .errors import BlockSparseError
 from .indices import rows_from_starts
+from .optional_torch import torch
 
 # rows and columns of the blocks, the grid, the block, and the values in the order of the columns
-Blocks = tuple[np.ndarray, np.ndarray, tuple[int, int], tuple[int, int], torch.Tensor]
+Blocks = tuple[np.ndarray, np.ndarray, tuple[int, int], tuple[int, int], "torch.Tensor"]
 
 
 def read_torch_bsr(tensor: Any) -> Blocks:

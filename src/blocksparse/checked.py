@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from .errors import BlockSparseError
+from .optional_torch import is_tensor, torch
 
 
 def is_int(value: Any) -> bool:
@@ -55,7 +55,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
 
 def checked_block(block_size: Any) -> tuple[int, int]:
     """Return (rows, columns) of a block size after a check."""
-    pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
+    pair = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
         raise BlockSparseError.expected(
             "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
@@ -229,6 +229,6 @@ def shape_of(value: Any) -> object:
 def checked_array(name: str, expected: str, value: Any) -> np.ndarray:
     """Convert a tensor, list or other value to an array, or raise a BlockSparseError."""
     try:
-        return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        return value.detach().cpu().numpy() if is_tensor(value) else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks
         raise BlockSparseError.expected(name, expected, f"{type(value).__name__} ({error})") from error

@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 import numpy as np
-import torch
 
 from .errors import BlockSparseError
+from .optional_torch import torch
 
 # With this many blocks or rows, copies and caches are avoided. Work goes through them in chunks of this size.
 LARGE = 1 << 20

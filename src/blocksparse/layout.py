@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from .bsr import import_scipy_sparse, read_scipy_bsr, read_torch_bsr
 from .checked import (
@@ -30,6 +29,7 @@ from .indices import (
     index_dtype,
     is_hypersparse,
 )
+from .optional_torch import has_torch, tensor_or_array, torch
 
 __all__ = ["BlockLayout", "check_layout", "import_scipy_sparse"]
 
@@ -141,7 +141,7 @@ class BlockLayout:
             _derived={},
             _indices={},
         )
-        if not hypersparse:
+        if has_torch and not hypersparse:
             self.indices_on("cpu")  # now, because torch.compile cannot trace how they are made
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -161,18 +161,25 @@ class BlockLayout:
         return self.nnz / (self.grid[0] * self.grid[1])
 
     def mask(self) -> torch.Tensor:
-        """Return the dense bool mask `[out_blocks, in_blocks]`, a new tensor."""
+        """Return the dense bool mask `[out_blocks, in_blocks]`, a new tensor (a numpy array without PyTorch)."""
         mask = np.zeros(self.grid, dtype=bool)
         mask[self.row_of_block, self.col_of_block] = True
-        return torch.from_numpy(mask)
+        return tensor_or_array(mask)  # type: ignore[no-any-return]
 
     def crow_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks), a new tensor."""
+        """Return where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks), a new tensor.
+
+        Without PyTorch this and the other results that are tensors are numpy arrays.
+        """
+        if not has_torch:
+            return self.row_start.copy()  # type: ignore[return-value]
         with torch.inference_mode(False):
             return self.indices_on(device)[0].clone()
 
     def col_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the block column of each stored block, `[nnz]`, dtype as `crow_indices`, a new tensor."""
+        if not has_torch:
+            return self._col.copy()  # type: ignore[return-value]
         with torch.inference_mode(False):
             return self.indices_on(device)[1].clone()
 
@@ -364,7 +371,7 @@ class BlockLayout:
         del old, added, stays, present  # of a large layout each takes as much memory as its values
         new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
         del keys
-        return new, torch.from_numpy(np.insert(source, at, -1))
+        return new, tensor_or_array(np.insert(source, at, -1))
 
     def keys_of_blocks(self) -> np.ndarray:
         """Return row * in_blocks + column of each stored block, int64 `[nnz]`, ascending, a new array."""

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import blocksparse as bs
+from blocksparse import compiled_core
 from blocksparse.ops import cpu_core, registry
 from blocksparse.ops.linear import op
 
@@ -24,7 +25,7 @@ def chosen(device=CPU, dtype=torch.float32):
 
 
 def forget_core():
-    for found in (cpu_core._load, cpu_core.unavailable):
+    for found in (compiled_core.load, cpu_core._load, cpu_core.unavailable):
         if hasattr(found, "cache_clear"):
             found.cache_clear()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .. import compiled_core
+from ..compiled_core import ISA_VARIABLE as ISA_VARIABLE
+from ..compiled_core import isa as isa
+from ..compiled_core import isas as isas
+from ..compiled_core import use_isa as use_isa
 from ..errors import BlockSparseError
 from . import workspace
 from .checks import described, row_stride
@@ -24,36 +27,28 @@ class _Dtypes(dict[torch.dtype, str]):
         raise BlockSparseError.expected("dtype", f"one of {', '.join(map(str, self))}", dtype)
 
 
-ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
 # The core's names of the dtypes that it serves.
 DTYPES = _Dtypes(
     {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 )
 _CPU = torch.device("cpu")
 _OMP_PAUSE_HARD = 2
-# Keyed as in `registry`.
-_forced: dict[object, str] = {}
 
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
     """Import the compiled core and share PyTorch's threads with it; return it, or None and the reason."""
-    try:
-        from .. import _core
-    except ImportError as error:
-        return None, (
-            f"the compiled core blocksparse._core does not load ({error}). In a clone, build it with `pip install .` "
-            "(needs a C++17 compiler) or, to work on the clone, with `make setup`. A wheel has the core for one "
-            "version of Python: install the one for this Python again"
-        )
+    module, reason = compiled_core.load()
+    if module is None:
+        return None, reason
     # The core runs PyTorch's own parallel loop: one pool of threads serves both, sized by torch.set_num_threads.
     torch_cpu = _torch_cpu()
     try:
         loop, count = torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads
     except AttributeError:
         return None, f"PyTorch {torch.__version__} does not share its threads: install 2.10 or newer"
-    _core.share_threads(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop, count)))
-    return _core, None
+    module.share_threads(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop, count)))
+    return module, None
 
 
 @cache
@@ -103,53 +98,6 @@ def core() -> ModuleType:
     if module is None:
         raise BlockSparseError(reason)
     return module
-
-
-def isas() -> dict[str, bool]:
-    """Return the instruction sets of the compiled core, slowest first, and whether this CPU has them."""
-    return dict(core().isas())
-
-
-def isa() -> str:
-    """Return the instruction set in use: the best of this CPU, or that of the environment variable; chosen once."""
-    forced = [*_forced.values()]  # a copy, as other threads change it
-    return forced[-1] if forced else _chosen()
-
-
-@cache
-def _chosen() -> str:
-    """Return the instruction set of the environment variable, or the best one of this CPU."""
-    name = os.environ.get(ISA_VARIABLE)
-    if name:
-        return _check_isa(name, f"environment variable {ISA_VARIABLE}")
-    usable = [name for name, here in isas().items() if here and not name.endswith("_emulated")]
-    if not usable:
-        raise BlockSparseError(
-            f"the compiled core serves {', '.join(isas())}, which this CPU lacks: it was built on another machine. "
-            "Build it again on this machine (`pip install .` in a clone), or for any machine with "
-            "--config-settings=cmake.define.BLOCKSPARSE_SETS=all"
-        )
-    return usable[-1]
-
-
-@contextmanager
-def use_isa(name: str) -> Iterator[None]:
-    """Run the CPU kernels of the whole process with this instruction set inside the `with`, for tests."""
-    key = object()
-    _forced[key] = _check_isa(name, "isa")
-    try:
-        yield
-    finally:
-        del _forced[key]
-
-
-def _check_isa(name: str, subject: str) -> str:
-    """Check that this CPU has an instruction set, and return its name."""
-    here = [isa for isa, present in isas().items() if present]
-    if name not in here:
-        requirement = f"an instruction set this CPU has and the core was built for ({', '.join(here)})"
-        raise BlockSparseError.expected(subject, requirement, repr(name))
-    return name
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------
