@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class BlockClock:
             )
         self._updates = _update_of(self._inner)
         self._before: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._young: dict[Tensor, _YoungBlocks] = {}
         self._register()
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +83,7 @@ class BlockClock:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._updates, self._before = _update_of(self._inner), {}
+        self._updates, self._before, self._young = _update_of(self._inner), {}, {}
         if not has_block_clock(self._inner):
             self._register()
 
@@ -105,10 +107,22 @@ class BlockClock:
                 ages = optimizer.state.get(parameter, {}).get(BLOCK_AGE)
                 if ages is None:
                     continue
-                age = _read(local_of(ages))
-                young = (age < min(limit, MAX_AGE)).nonzero().squeeze(1)
+                young = self._young_blocks(parameter, local_of(ages), min(limit, MAX_AGE))
                 if young.numel():
                     self._before[parameter] = young, local_of(parameter.detach())[young]
+
+    def _young_blocks(self, parameter: Tensor, ages: Tensor, limit: int) -> Tensor:
+        """Return the positions of the blocks below an age.
+
+        They are the same until the oldest reaches it or other code changes the ages, so a GPU seldom waits for them.
+        """
+        known = self._young.get(parameter)
+        if known is None or not known.steps or known.limit != limit or known.ages is not ages or known.is_changed():
+            age = _read(ages)
+            blocks = (age < limit).nonzero().squeeze(1)
+            steps = limit - int(age[blocks].max()) if blocks.numel() else 1
+            known = self._young[parameter] = _YoungBlocks(blocks, limit, steps, ages, ages._version)
+        return known.blocks
 
     @torch.no_grad()
     def _correct(self, optimizer: Any, *_: Any) -> None:
@@ -128,6 +142,8 @@ class BlockClock:
         ages, values = local_of(state[BLOCK_AGE]), local_of(parameter.detach())
         age = _read(ages)[young] + 1
         ages[young] = torch.stack([age % 256, age // 256], 1).to(ages.dtype)
+        known = self._young[parameter]
+        known.steps, known.version = known.steps - 1, ages._version
         age = age.double().view(-1, *[1] * (values.dim() - 1))
         own = {
             name: _widened(local_of(each)[young])
@@ -149,6 +165,21 @@ class BlockClock:
                 grad = grad + decay * wide
             new = wide - rate * self._updates(group, own, grad, age)
         values[young] = new.to(values.dtype)
+
+
+@dataclass
+class _YoungBlocks:
+    """Positions of the blocks below an age for so many more steps, and the ages that they come from."""
+
+    blocks: Tensor
+    limit: int
+    steps: int
+    ages: Tensor
+    version: int
+
+    def is_changed(self) -> bool:
+        """Return whether other code has changed the ages in place."""
+        return self.ages._version != self.version
 
 
 def settling_time(group: Group) -> int:
