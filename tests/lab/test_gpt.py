@@ -12,6 +12,7 @@ import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse_lab import experiments
 from blocksparse_lab.data import text
+from blocksparse_lab.experiments import transformers
 from blocksparse_lab.experiments.transformers import TransformerContender, TransformerExperiment
 from blocksparse_lab.models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
 from blocksparse_lab.recipes import gpt, language_model
@@ -243,7 +244,8 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
     assert layers == pytest.approx([0.3] * 2, abs=0.05)
 
 
-def test_contenders_take_as_many_multiply_adds():
-    contenders = experiments.EXPERIMENTS["gpt-small"].contenders
+@pytest.mark.parametrize("name", transformers.EXPERIMENTS)
+def test_contenders_take_as_many_multiply_adds(name):
+    contenders = experiments.EXPERIMENTS[name].contenders
     counts = [multiply_adds(of.config) for of in contenders.values()]
     assert max(counts) < 1.01 * min(counts)

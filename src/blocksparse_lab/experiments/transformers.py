@@ -13,6 +13,7 @@ from ..data.text import Text
 from ..machine import where
 from ..models.gpt import GPTConfig
 from ..recipes import gpt
+from ..recipes.grow import FIXED, GRADUAL, GrowTask, Growth
 from ..recipes.prune import PruneTask, Pruning
 from ..training.compare import Run
 from ..training.trainer import Task, Trainer, device_of
@@ -25,14 +26,17 @@ WINDOWS = 16  # of the measured inference
 
 @dataclass(frozen=True)
 class TransformerContender:
-    """A transformer with its learning rate and, if it starts dense, how it becomes sparse."""
+    """A transformer with its learning rate, how it becomes sparse if it starts dense, and how its blocks move."""
 
     config: GPTConfig
     learning_rate: float
     pruning: Pruning | None = None
+    growth: Growth | None = None
 
     @property
     def begins(self) -> GPTConfig:
+        if self.growth is not None and self.growth.method == GRADUAL:
+            return replace(self.config, density=self.growth.initial_density)
         return self.config if self.pruning is None else replace(self.config, density=1.0)
 
 
@@ -58,10 +62,14 @@ class TransformerExperiment(CorpusExperiment):
     def trainer(self, contender: str, seed: int, run: Path, data: Text) -> Trainer:
         of = self.contenders[contender]
         model = replace(of.begins, seed=seed)
-        s = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed)
+        # Blocks that move do not fit into a CUDA graph, nor a clock to an optimizer for one.
+        graph = self.settings.cuda_graph and (of.growth is None or of.growth.method == FIXED)
+        s = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed, cuda_graph=graph)
         task: Task = gpt.GPTTask(gpt.network(model), data, s.steps, s.batch, s.evaluated, device_of(s.device))
         if of.pruning is not None:
             task = PruneTask(task, of.pruning, s.steps, seed)
+        if of.growth is not None:
+            task = GrowTask(task, of.growth, s.steps, seed)
         return Trainer(task, run, s, gpt.facts(replace(of.config, seed=seed), self.text))
 
     def facts(self, run: Run) -> dict[str, Any]:
@@ -110,6 +118,8 @@ def _blocks(contender: TransformerContender) -> str:
     how = "fixed" if contender.config.method == "fixed" else "RigL"
     if contender.pruning is not None:
         how = f"dense at first, {contender.pruning.method} pruning"
+    if contender.growth is not None:
+        how = _growth(contender.growth)
     return (
         "dense"
         if contender.config.density == 1
@@ -117,9 +127,25 @@ def _blocks(contender: TransformerContender) -> str:
     )
 
 
+def _growth(growth: Growth) -> str:
+    """Describe how blocks move."""
+    if growth.method == GRADUAL:
+        how = f"gradual pruning from density {growth.initial_density:g}, growth by {growth.growth}"
+    else:
+        how = {"fixed": "fixed", "set": "SET", "rigl": "RigL", "smet": "SMET", "chts": "CHTs"}[growth.method]
+    how += ", clock per block" if growth.clock else ""
+    return how + (", rates divided by density" if growth.by_density else "")
+
+
 def _while_trained(contender: TransformerContender) -> int:
-    begins, ends = gpt.multiply_adds(contender.begins), gpt.multiply_adds(contender.config)
-    return round(ends + (begins - ends) * (contender.pruning.search if contender.pruning else 0))
+    if contender.growth is not None:
+        mean = contender.growth.mean_density(contender.config.density)
+        begins, ends = contender.begins.density, contender.config.density
+        searched = (mean - ends) / (begins - ends) if begins > ends else 0.0
+    else:
+        searched = contender.pruning.search if contender.pruning else 0
+    begin, end = gpt.multiply_adds(contender.begins), gpt.multiply_adds(contender.config)
+    return round(end + (begin - end) * searched)
 
 
 def _small(text: str) -> TransformerExperiment:
@@ -146,4 +172,45 @@ def _small(text: str) -> TransformerExperiment:
     )
 
 
-EXPERIMENTS: dict[str, Experiment] = {"gpt-small": _small("wikipedia")}
+def _methods(text: str) -> TransformerExperiment:
+    """Return the experiment with methods that move blocks; a run takes minutes on a GPU."""
+    dense = GPTConfig(width=128)
+    wide = replace(dense, width=256, density=0.22, block_size=16)
+    rate = 0.002
+
+    def moves(method: str, rate: float = rate, **options: Any) -> TransformerContender:
+        return TransformerContender(wide, rate, growth=Growth(method, **options))
+
+    gradual: dict[str, Any] = {"density": wide.density, "end": 0.5, "clock": True}
+    return TransformerExperiment(
+        about=f"A transformer of 0.9 million multiply-adds per byte, dense, or twice as wide with blocks that are "
+        f"fixed or move, on {text}",
+        text=text,
+        contenders={
+            "dense": TransformerContender(dense, rate),
+            "fixed": TransformerContender(wide, rate),
+            "fixed, rates by density": moves("fixed", by_density=True),
+            "SET": moves("set"),
+            "RigL": moves("rigl"),
+            "RigL, clock": moves("rigl", clock=True),
+            "SMET": moves("smet", fraction=0.2, end=1.0),
+            "SMET, rates by density": moves("smet", fraction=0.2, end=1.0, by_density=True),
+            "CHTs, clock": moves("chts", fraction=0.1, clock=True),
+            "prune and regrow": moves(GRADUAL, **gradual),
+            "prune and regrow, topology": moves(GRADUAL, growth="topology", **gradual),
+        },
+        minutes=None,
+        settings=gpt.GPTSettings(
+            steps=3400,
+            eval_every=850,
+            save_every=0,
+            batch=32,
+            evaluated=300_000,
+            device="cuda",
+            cuda_graph=True,
+        ),
+        seq=dense.context,
+    )
+
+
+EXPERIMENTS: dict[str, Experiment] = {"gpt-small": _small("wikipedia"), "gpt-methods": _methods("wikipedia")}

@@ -16,7 +16,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.sparsity.pruning.dense_pruner import DensePruner
 
-from ..training.callback import Task
+from ..training.callback import Task, WrappedTask
 from ..training.trainer import Trainer
 
 FIXED = "fixed"
@@ -78,7 +78,7 @@ class Pruning:
         return {key: value for key, value in asdict(self).items() if key not in unused}
 
 
-class PruneTask(Task):
+class PruneTask(WrappedTask):
     """A task whose model becomes block-sparse during training.
 
     The method's `step` follows each update of the search. After the search the model, its steps, the optimizer's state
@@ -97,24 +97,17 @@ class PruneTask(Task):
     def __init__(self, task: Task, pruning: Pruning, steps: int, seed: int = 0, q: Mapping[str, float] | None = None):
         if pruning.method == "threshold" and q is None:
             raise BlockSparseError.expected("q", "percentiles of a trained dense model, for threshold", q)
-        self.task, self.pruning, self.seed, self.q = task, pruning, seed, q or {}
-        self.model, self.unit, self.per_nat = task.model, task.unit, task.per_nat
-        self.loss_unit, self.bytes_per_step = task.loss_unit, task.bytes_per_step
-        self.samples, self.samples_per_step = task.samples, task.samples_per_step
-        self.steps_per_epoch = task.steps_per_epoch
+        super().__init__(task)
+        self.pruning, self.seed, self.q = pruning, seed, q or {}
         self.search = max(1, round(pruning.search * steps)) if pruning.search else 0
         self._penalties: list[Callable[[], Tensor]] = []
         self.sparse = False  # whether the model is truly sparse
-
-    def split(self, rank: int, processes: int) -> None:
-        self.task.split(rank, processes)
-        self.share = self.task.share
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Build the method, which follows each update."""
         if ema:
             raise BlockSparseError.expected("ema", "0 where a model is pruned", "running means of the parameters")
-        self.task.attach(optimizer, ema)
+        super().attach(optimizer, ema)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.method = self._build_method(optimizer)
@@ -149,12 +142,12 @@ class PruneTask(Task):
 
     def before_step(self, step: int) -> None:
         """Make the model truly sparse once the search is over."""
-        self.task.before_step(step)
+        super().before_step(step)
         if not self.sparse and self.searched:
             self._finish(self._at_random() if self.pruning.method == FIXED else None)
 
     def after_update(self) -> None:
-        self.task.after_update()
+        super().after_update()
         if not self.sparse:
             self.method.step()
 
@@ -166,7 +159,7 @@ class PruneTask(Task):
     def loss(self, step: int) -> Tensor:
         """Return the wrapped task's loss, plus the method's penalties during the search."""
         penalties = () if self.sparse else self._penalties
-        return sum((penalty() for penalty in penalties), self.task.loss(step))
+        return sum((penalty() for penalty in penalties), super().loss(step))
 
     @torch.no_grad()
     def _at_random(self) -> dict[str, BlockLayout]:
@@ -187,9 +180,6 @@ class PruneTask(Task):
         if not self.sparse:
             self._finish()
         return self.model
-
-    def evaluate(self, model: nn.Module) -> float:
-        return self.task.evaluate(model)
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.sparse:

@@ -100,6 +100,36 @@ class Task(Callback):
         """Restore the state."""
 
 
+class WrappedTask(Task):
+    """A task whose model another method changes during training; all else is the wrapped task's."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.model, self.unit, self.per_nat = task.model, task.unit, task.per_nat
+        self.loss_unit, self.bytes_per_step = task.loss_unit, task.bytes_per_step
+        self.samples, self.samples_per_step = task.samples, task.samples_per_step
+        self.steps_per_epoch = task.steps_per_epoch
+
+    def split(self, rank: int, processes: int) -> None:
+        self.task.split(rank, processes)
+        self.share = self.task.share
+
+    def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
+        self.task.attach(optimizer, ema)
+
+    def before_step(self, step: int) -> None:
+        self.task.before_step(step)
+
+    def after_update(self) -> None:
+        self.task.after_update()
+
+    def loss(self, step: int) -> Tensor:
+        return self.task.loss(step)
+
+    def evaluate(self, model: nn.Module) -> float:
+        return self.task.evaluate(model)
+
+
 class EpochTask(Task):
     """A task over rows or images in an order that seed and epoch determine.
 
