@@ -3,8 +3,8 @@
     python benchmarks/compress.py --data DIR --net mlp                    one net, all ways
     python benchmarks/compress.py --data DIR --net gpt --ways compress    one way; results of the others are kept
 
-Every way gets the same training batches and the same number of steps after the dense training. Test data are seen by
-none of them. Dense nets are stored in a folder and loaded from it next time; so are results, in
+Every way gets the same training batches and the same number of steps after the dense training, or with --minutes the
+same time. Test data are seen by none of them. Dense nets are stored in a folder and loaded from it next time; so are results, in
 benchmarks/results/compress-<net>.json, so that an interrupted program resumes with the ways that are missing.
 """
 
@@ -14,11 +14,12 @@ import argparse
 import copy
 import itertools
 import math
+import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Task:
         epochs: passes of the dense training over `train`.
         rate: highest learning rate of the dense training and of the ways that are trained by hand.
         in_bits: whether the metric is bits per label instead of accuracy in percent.
+        minutes: the time of each way; None if it gets a number of steps.
     """
 
     make: Callable[[float], nn.Module]
@@ -60,6 +62,7 @@ class Task:
     epochs: float
     rate: float = 1e-3
     in_bits: bool = False
+    minutes: float | None = None
 
     @property
     def example(self) -> tuple[Tensor]:
@@ -81,7 +84,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one way with one seed."""
+    """The result of one way with one seed; `steps` is 0 if the time was given instead."""
 
     way: str
     seed: int
@@ -230,26 +233,44 @@ def fit(
     seed: int,
     *,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    method: Callable[[torch.optim.Optimizer], Any] | None = None,
+    method: Callable[[torch.optim.Optimizer, int], Any] | None = None,
     after_step: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Train a model with AdamW and one cycle of the rate; return what `method` made of the optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.01)
-    warm_up = max(0.1, min(0.9, 1.5 / steps))  # OneCycleLR divides by zero if it is exactly one step
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, steps, pct_start=warm_up)
-    pruner = None if method is None else method(optimizer)
-    model.train()
-    for x, y in itertools.islice(_forever(task.train, seed), steps):
+    """Train a model with AdamW and one cycle of the rate; return what `method` made of the optimizer and the steps."""
+
+    def take_step(x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         value = F.cross_entropy(model(x).flatten(0, -2), y.flatten()) if loss is None else loss(x, y)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         after_step()
+
+    model.train()
+    if task.minutes is not None:
+        before, trial = copy.deepcopy(model.state_dict()), torch.optim.AdamW(model.parameters(), task.rate)
+        steps = _steps_within(task.minutes, lambda: take_step(*task.train[0], trial))
+        model.load_state_dict(before)
+    optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.01)
+    warm_up = max(0.1, min(0.9, 1.5 / steps))  # OneCycleLR divides by zero if it is exactly one step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, steps, pct_start=warm_up)
+    pruner = None if method is None else method(optimizer, steps)
+    for x, y in itertools.islice(_forever(task.train, seed), steps):
+        take_step(x, y, optimizer)
+        schedule.step()
         if pruner is not None:
             pruner.step()
     return pruner
+
+
+def _steps_within(minutes: float, take_step: Callable[[], object]) -> int:
+    """Return how many steps take these minutes, from the median time of a few."""
+    times = [time.monotonic()]
+    for _ in range(12):
+        take_step()
+        times.append(time.monotonic())
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(times[2:]))
+    return max(2, round(60 * minutes / seconds))
 
 
 def _forever(batches: Batches, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -276,14 +297,15 @@ def dense_net(task: Task, file: Path, seed: int = 0) -> nn.Module:
 
 def by_compress(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
     """Call `bs.compress` with inputs and labels."""
-    return bs.compress(dense, task.train, density, steps=steps, example=task.example, seed=seed).model
+    budget: dict[str, Any] = {"steps": steps} if task.minutes is None else {"minutes": task.minutes}
+    return bs.compress(dense, task.train, density, **budget, example=task.example, seed=seed).model
 
 
 def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
     """Prune blocks gradually in the first half of a training on labels."""
     model = copy.deepcopy(dense)
 
-    def method(optimizer: torch.optim.Optimizer) -> Any:
+    def method(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         end, every = max(1, steps // 2), max(1, steps // 40)
         return bs.sparsity.GradualPruning(model, optimizer, density, begin=0, end=end, every=every)
 
@@ -386,6 +408,7 @@ def main() -> None:
     parser.add_argument("--net", choices=tuple(TASKS), required=True, help="the net")
     parser.add_argument("--density", type=float, default=0.15, help="fraction of parameters to keep")
     parser.add_argument("--steps", type=int, default=600, help="training steps of each way")
+    parser.add_argument("--minutes", type=float, help="time of each way, instead of --steps")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--ways", default=",".join(WAYS), help="names of ways, separated by commas")
     parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "compress", help="trained nets")
@@ -395,7 +418,9 @@ def main() -> None:
     out = arguments.out or RESULTS / f"compress-{arguments.net}.json"
     task = TASKS[arguments.net](arguments.data)
     dense = dense_net(task, arguments.kept / f"{arguments.net}.pt")
-    settings = {"net": arguments.net, "density": arguments.density, "steps": arguments.steps}
+    task = replace(task, minutes=arguments.minutes)
+    budget = {"steps": arguments.steps} if arguments.minutes is None else {"minutes": arguments.minutes}
+    settings = {"net": arguments.net, "density": arguments.density, **budget}
     content = read_json(out) if out.is_file() else {}
     before = report.rows(content["outcomes"]) if content.get("settings") == settings else []
     outcomes = [Outcome(**each) for each in before]
@@ -406,12 +431,13 @@ def main() -> None:
     for seed, way in itertools.product(range(arguments.seeds), arguments.ways.split(",")):
         if any((each.way, each.seed) == (way, seed) for each in outcomes):
             continue
-        outcomes.append(outcome(task, dense, way, arguments.density, arguments.steps, seed))
+        outcomes.append(outcome(task, dense, way, arguments.density, budget.get("steps", 0), seed))
         console.print(table(outcomes[-1:])[-1])
         about = {"machine": machine(), "settings": settings, "unit": unit, "dense": dense_metric}
+        each_got = f"{arguments.steps} training steps" if task.minutes is None else f"{task.minutes:g} minutes"
         caption = (
             f"# Compression of {arguments.net} to density {arguments.density:g}\n\n"
-            f"The metric is {unit}. Every way but dense got {arguments.steps} training steps. Speed-ups compare the "
+            f"The metric is {unit}. Every way but dense got {each_got}. Speed-ups compare the "
             "fastest calls of the whole net and of the dense one, on a busy machine."
         )
         dense_row = Outcome("dense", 0, 0, dense_metric, 1.0, 1.0, 0.0)

@@ -1,5 +1,6 @@
 """The benchmark of `bs.compress`: its nets, and all ways with few steps."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -62,6 +63,14 @@ def test_nets_are_trained_for_any_number_of_steps(steps):
     before = model.classes.weight.clone()
     compress.fit(task, model, steps, seed=0)
     assert not torch.equal(model.classes.weight, before)
+
+
+@pytest.mark.parametrize("way", ["compress", "gradual", "smaller dense"])
+def test_ways_take_the_time_that_they_get(way):
+    task = replace(task_of("vit"), minutes=0.02)
+    row = compress.outcome(task, task.make(1.0).eval(), way, density=0.5, steps=0, seed=0)
+    assert 0 <= row.metric <= 100
+    assert row.seconds > 0.3
 
 
 def test_dense_nets_are_stored(tmp_path):
