@@ -259,8 +259,11 @@ void quantize(const QuantizedRow& row) {
   *row.scale = largest / 127.0f + nothing;
   const float factor = largest > kLeast ? 127.0f / largest : 0.0f;
   const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
+    // The product is rounded to float32 first, as in the definition: no fused multiply-add.
+    Floats scaled = v * factor;
+    asm("" : "+m"(scaled));
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the lowest byte.
-    const Floats rounded = v * factor + 12582912.0f;
+    const Floats rounded = scaled + 12582912.0f;
     const Bytes found = last_bytes(bits<Vector<uint32_t>>(rounded) + 128, std::make_integer_sequence<int, n>{});
     memcpy(to, &found, count);
   };

@@ -8,7 +8,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.ops.int8_linear import int8_linear, quantized
+from blocksparse.ops.int8_linear import int8_linear, quantized, reference
 from linear_backends import CPU, assert_close, assert_same_bits, running
 
 BACKENDS = ["reference", *CPU]
@@ -29,8 +29,8 @@ def by_hand(x, values, scales, layout, bias, activation):
     """Compute the definition in float64, block by block."""
     x = x.double()
     scale = (x.float().abs().amax(-1, keepdim=True) / 127).double()
-    factor = (127 / x.float().abs().amax(-1, keepdim=True)).double()
-    numbers = (x.float() * factor.float()).round().double()
+    factor = torch.tensor(127.0) / x.float().abs().amax(-1, keepdim=True)
+    numbers = (x.float() * factor).round().double()
     y = x.new_zeros(len(x), layout.shape[0])
     (height, width), rows, cols = layout.block_shape, layout.row_of_block, layout.col_of_block
     for i, (row, col) in enumerate(zip(rows.tolist(), cols.tolist(), strict=True)):
@@ -59,6 +59,17 @@ def test_products(backend, dtype, shape):
                 assert_close(
                     y, by_hand(x, values, scales, layout, given, activation), DTYPES[dtype], f"{tokens} tokens"
                 )
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_the_definition_rounds_each_number_as_kernels_do(backend):
+    """Among a million numbers some are so near to half an integer that a second rounding of the factor shows."""
+    layout = bs.patterns.dense((8, 1024), 8)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    x = torch.randn(1000, 1024)
+    with running(backend):
+        y = int8_linear(x, values, scales, layout)
+    assert_close(y, reference.int8_linear(x, values, scales, None, layout, None).double(), 2e-7)
 
 
 def test_scales_of_rows_are_equal_in_all_blocks_and_no_smaller_than_those_of_blocks():

@@ -22,7 +22,8 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(len(x), 1)
     scale = largest / 127 + (x * 0).sum(-1, keepdim=True)
-    factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)
+    # PyTorch divides a Python number by a tensor in two roundings, which gives other integers now and then.
+    factor = torch.where(largest > NEGLIGIBLE, largest.new_tensor(127) / largest, 0)
     return (x * factor).round().clamp(-127, 127).nan_to_num(0), scale
 
 
