@@ -4,8 +4,8 @@
     python benchmarks/compress.py --data DIR --net gpt --ways compress    one way; results of the others are kept
 
 Every way gets the same training batches and the same number of steps after the dense training, or with --minutes the
-same time. Test data are seen by none of them. Dense nets are stored in a folder and loaded from it next time; so are results, in
-benchmarks/results/compress-<net>.json, so that an interrupted program resumes with the ways that are missing.
+same time. None of them sees the test data. Dense nets are stored in a folder and loaded from it next time. Results are
+stored in benchmarks/results/compress-<net>.json, so that an interrupted program resumes with the missing ways.
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ class Lightning:
 
         return Lit()
 
-    def run(self, model, *callbacks, steps=STEPS, accumulate=1, resume=False, training_step=None):
+    def run(
+        self, model, *callbacks, steps=STEPS, accumulate=1, resume=False, training_step=None, on_module=lambda _: None
+    ):
         import lightning
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -174,7 +176,8 @@ class Lightning:
             enable_model_summary=False, accumulate_grad_batches=accumulate,
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
-        trainer.fit(self.module(model, training_step), loader, ckpt_path=self.saved if resume else None)
+        on_module(module := self.module(model, training_step))
+        trainer.fit(module, loader, ckpt_path=self.saved if resume else None)
         return trainer
 
     def save(self, name, model):

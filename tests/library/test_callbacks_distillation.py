@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import blocksparse as bs
 import training_loops
@@ -112,6 +113,41 @@ def test_a_student_that_is_not_called_is_refused(loop):
             loop.run(Net(True), DistillationCallback(Teacher(), student))
     with pytest.raises(bs.BlockSparseError, match="automatic_optimization"):
         loop.run(Net(True), DistillationCallback(Teacher(), "net"), training_step=two_updates_a_batch)
+
+
+@only_lightning
+@pytest.mark.parametrize("result", ["loss", "dict", "tuple", "float", "none"])
+def test_results_of_training_steps(result, loop):
+    """Lightning passes only the arguments of the signature, and a step that the user has set comes back."""
+    modules = []
+
+    def training_step(batch):
+        loss = modules[0].net(**batch)["loss"]
+        return {"loss": loss, "dict": {"loss": loss}, "tuple": (loss,), "float": 0.0, "none": None}[result]
+
+    def set_step(module):
+        module.training_step = training_step
+        modules.append(module)
+
+    def run():
+        loop.run(Net(True), distillation_callback(loop, Teacher()), on_module=set_step)
+
+    if result in ("tuple", "float"):
+        with pytest.raises(bs.BlockSparseError, match="training_step: expected a tensor, a dict or None"):
+            run()
+    else:
+        run()
+    assert vars(modules[0])["training_step"] is training_step
+
+
+@pytest.mark.parametrize("kind", ["frozen", "around"])
+def test_students_that_cannot_learn_are_refused(kind, loop):
+    model = Net(True)
+    teacher = Teacher() if kind == "frozen" else nn.Sequential(model)
+    model.requires_grad_(kind != "frozen")
+    expected = "parameters to train" if kind == "frozen" else "it contains the trained model"
+    with pytest.raises(bs.BlockSparseError, match=expected):
+        distillation_callback(loop, teacher)._distiller.begin(model, None)
 
 
 def test_label_smoothing_and_distillation_are_refused():

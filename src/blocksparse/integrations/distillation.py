@@ -37,6 +37,11 @@ class Distiller:
         self.end()
         if unwrapped_model(student) is unwrapped_model(self.teacher, "teacher"):
             raise BlockSparseError("teacher: it is the model that is trained: pass a copy.deepcopy of the dense model.")
+        trained = {parameter for parameter in student.parameters() if parameter.requires_grad}
+        if not trained:
+            raise BlockSparseError.expected("student", "parameters to train (call requires_grad_(True))", "none")
+        if trained <= set(self.teacher.parameters()):
+            raise BlockSparseError("teacher: it contains the trained model: pass a copy.deepcopy of the dense model.")
         self.teacher.to(parameter_device(student))
         distillation = Distillation(self.teacher, student, **self.options)
         finish = self._stack.enter_context(distillation.recording())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,6 +147,7 @@ class DistillationCallback(Callback):
         options = {"output": output, "hidden": hidden, "temperature": temperature}
         self.student, self._distiller = student, Distiller(teacher, weight, options)
         self._losses: list[Tensor] = []
+        self._set_step: Any = None  # a training_step that the user set on the module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         names = [name for name, _ in pl_module.named_modules()]
@@ -158,7 +160,9 @@ class DistillationCallback(Callback):
             )
         self._distiller.begin(pl_module.get_submodule(self.student), lambda loss, *_: self._losses.append(loss))
         training_step = pl_module.training_step
+        self._set_step = getattr(training_step, "set_by_user", vars(pl_module).get("training_step"))
 
+        @functools.wraps(training_step)  # Lightning passes the arguments of its signature
         def with_distillation(*args: Any, **kwargs: Any) -> Any:
             self._losses.clear()
             result = training_step(*args, **kwargs)
@@ -170,12 +174,19 @@ class DistillationCallback(Callback):
             if isinstance(result, dict):
                 add_to_output(loss, result)
                 return result
-            return result if result is None else result + loss  # None skips the batch
+            if result is None:  # skips the batch
+                return None
+            if not isinstance(result, Tensor):
+                raise BlockSparseError.expected("training_step", "a tensor, a dict or None as its result", type(result))
+            return result + loss
 
+        with_distillation.set_by_user = self._set_step  # type: ignore[attr-defined]
         pl_module.training_step = with_distillation
 
     def _end(self, pl_module: Any) -> None:
         vars(pl_module).pop("training_step", None)
+        if self._set_step is not None:
+            pl_module.training_step = self._set_step
         self._distiller.end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
