@@ -42,7 +42,7 @@ uint64_t control() { return 0; }
 void set_control(uint64_t) {}
 #endif
 
-thread_local bool flushes = false;
+thread_local bool flushes = false, in_task = false;
 
 // Sets these flags during its lifetime.
 class FlushAs {
@@ -70,6 +70,12 @@ struct Loop {
     const FlushAs mode(flush);
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   }
+};
+
+// Marks the tasks of a loop that several threads share; such loops do not nest.
+struct InTask {
+  InTask() { in_task = true; }
+  ~InTask() { in_task = false; }
 };
 
 constexpr int64_t kKeptBytes = 64 << 20;
@@ -109,6 +115,7 @@ void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads) {
 }
 
 int64_t thread_count() {
+  if (in_task) return 1;
   if (!torch_get_num_threads) throw std::logic_error("share_threads comes before the first loop");
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
@@ -126,6 +133,7 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
   const int32_t error = torch_parallel_for(
       0, workers, 1,
       [](int64_t begin, int64_t end, void* context) {
+        const InTask mark;
         for (; begin < end; ++begin) static_cast<Loop*>(context)->work();
       },
       &loop);

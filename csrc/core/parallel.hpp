@@ -25,10 +25,10 @@ class FlushSubnormals {
   const bool before_;
 };
 
-// Call task(0) ... task(count - 1), each once, on whichever thread is free.
+// Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
 void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 
-// Return the number of threads that share a loop.
+// Return the number of threads that share a loop, 1 within a task.
 int64_t thread_count();
 
 // Return at least `bytes` of memory of the calling thread, aligned to 64. It stays valid until the same thread asks for

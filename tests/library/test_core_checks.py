@@ -23,6 +23,7 @@ from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.plan import axes_of, channel_plan, packed_taps, runs
 from blocksparse.ops.cpu_plan import block_plan, column_plan, row_plan
 from blocksparse.ops.dropout import cpu as dropout
+from blocksparse.ops.expert_linear import cpu as expert_linear
 from blocksparse.ops.linear import cpu as linear
 from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 from blocksparse.ops.lstm_gates import cpu as gates
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the 
 
 BLOCKS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=(4, 2))
 NUMBERS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=1)
+STARTS = torch.tensor([0, 3, 6])  # of the rows of two experts
 AXES = axes_of((5, 6), (5, 6), (3, 3), (1, 1), (1, 1), (1, 1))
 SEEN = bs.patterns.random((8, 12), block_size=4, density=0.5, seed=0)
 POINT = axes_of((5, 6), (5, 6), (1, 1), (1, 1), (0, 0), (1, 1))
@@ -55,6 +57,15 @@ def a_dgrad(layout):
 def a_wgrad(layout):
     out, in_ = layout.shape
     return {"grad": (7, out), "x": (7, in_)}, lambda grad, x: linear.linear_wgrad(grad, x, layout)
+
+
+def an_expert_linear(transpose):
+    operands = {"x": (7, 4 if transpose else 6), "values": BLOCKS.values_shape}
+    return operands, lambda x, values: expert_linear.expert_linear(x, values, BLOCKS, STARTS, transpose)
+
+
+def an_expert_wgrad():
+    return {"grad": (7, 4), "x": (7, 6)}, lambda grad, x: expert_linear.expert_linear_wgrad(grad, x, BLOCKS, STARTS)
 
 
 def all_gradients():
@@ -92,6 +103,9 @@ ENTRIES = {
     "linear": a_linear(BLOCKS),
     "linear_transposed": a_dgrad(BLOCKS),
     "linear_wgrad": a_wgrad(BLOCKS),
+    "expert_linear": an_expert_linear(False),
+    "expert_linear_transposed": an_expert_linear(True),
+    "expert_linear_wgrad": an_expert_wgrad(),
     "csr_linear": a_linear(NUMBERS),
     "csr_linear_transposed": a_dgrad(NUMBERS),
     "csr_wgrad": a_wgrad(NUMBERS),
@@ -108,7 +122,7 @@ ENTRIES = {
     "momentum": a_momentum(),
 }
 # Functions that take strided operands, by a copy where kernels do not, and operands that are copied anyway.
-COPIED = {"linear", "csr", "conv", "attention"}
+COPIED = {"linear", "expert", "csr", "conv", "attention"}
 CLONED = {(entry, grad) for entry in recurrent_entries.OF_ALL_STEPS for grad in ("grad_h", "grad_c")}
 
 
@@ -227,6 +241,8 @@ class Recorder:
 
 INDICES = {
     ("linear_wgrad", "linear_wgrad"): ("row", "col", "task_start"),
+    ("expert_linear", "expert_linear"): ("rows", "blocks"),
+    ("expert_linear_wgrad", "expert_linear_wgrad"): ("rows", "blocks", "row", "col"),
     ("csr_linear", "csr_linear"): ("start", "col"),
     ("csr_linear_transposed", "csr_linear"): ("start", "col", "position"),
     ("csr_wgrad", "csr_wgrad"): ("start", "col"),

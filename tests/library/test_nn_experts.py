@@ -195,6 +195,43 @@ def test_it_is_the_sum_of_what_the_experts_of_a_token_compute(name, backend):
     close(experts(inputs[0], inputs[1].int(), inputs[2]), expected)
 
 
+ROUTINGS = {
+    "one expert has all tokens": lambda: torch.full((40, 2), 3),
+    "one has most": lambda: torch.where(torch.rand(40, 2) < 0.8, 5, torch.randint(24, (40, 2))),
+    "even": lambda: torch.arange(80).view(40, 2) % 24,
+    "no token": lambda: torch.zeros(0, 2, dtype=torch.long),
+    "no token has an expert": lambda: torch.full((40, 2), 24),
+    "no expert per token": lambda: torch.zeros(40, 0, dtype=torch.long),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_any_imbalance_and_number_of_threads(name, dtype):
+    torch.manual_seed(1)
+    experts = bs.nn.Experts(24, 48, 40, density=0.4, block_size=8).to(dtype)
+    index = ROUTINGS[name]()
+    x, weights = torch.randn(len(index), 48, dtype=dtype), torch.rand(index.shape, dtype=dtype)
+    leaves = [x.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+
+    def run():
+        y = experts(x, index, weights)
+        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            found.append(run())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+    with bs.use_backend("reference"):
+        expected = run()
+    bounds = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found[0], expected, **bounds)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_experts_are_twice_differentiable(name):
     experts, (x, index, weights) = drawn(name)

@@ -144,21 +144,23 @@ class Experts(MultiWeightModule):
         exported = is_exporting() and self._is_dense  # an exported graph needs PyTorch's ops only
         if exported or _is_captured(hidden_states):
             return self._compute_all_tokens(hidden_states, top_k_index, top_k_weights)
-        order, place, starts = ops.route(top_k_index, self.num_experts)
-        k = top_k_index.shape[1]
-        # The gradient of an embedding is summed in a fixed order on every device.
+        routes = ops.route(top_k_index, self.num_experts)
         out = self._units(
-            F.embedding(order // max(k, 1), hidden_states),
-            *(partial(self._product, *self._weight(name), starts) for name in WEIGHTS),
+            ops.spread(hidden_states, routes),
+            F.embedding(routes.order, top_k_weights.flatten()[:, None]),
+            *(partial(self._product, *self._weight(name), routes.starts) for name in WEIGHTS),
         )
-        weights = torch.where(top_k_index.long() < self.num_experts, top_k_weights, 0)
-        y: Tensor = (F.embedding(place, out).unflatten(0, (tokens, k)) * weights[..., None]).sum(1)
-        return y.to(hidden_states.dtype)
+        return ops.collect(out, routes).to(hidden_states.dtype)
 
-    def _units(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """Compute gated linear units by these products, whose outputs may be padded."""
+    def _units(
+        self, x: Tensor, weights: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return weighted gated linear units by these products, whose outputs may be padded.
+
+        The weights `[rows, 1]` multiply the inner features, which are usually fewer than the outputs.
+        """
         gate, up = gate_up(x)[:, : 2 * self.intermediate_dim].chunk(2, -1)
-        return down(self.act_fn(gate) * up)[:, : self.hidden_dim]
+        return down((self.act_fn(gate) * up * weights).to(x.dtype))[:, : self.hidden_dim]
 
     @staticmethod
     def _product(weight: Tensor, layout: BlockLayout, starts: Tensor, x: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class Experts(MultiWeightModule):
         for expert, products in enumerate(zip(*map(self._products, WEIGHTS), strict=True)):
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(1, keepdim=True)
-            out = self._units(x, *products) * weight
+            out = self._units(x, weight, *products)
             y = y + torch.where(chosen.any(1, keepdim=True), out, 0).to(y.dtype)
         return y
 

@@ -1,7 +1,7 @@
 """Operations, each in a folder of its own, and the registry of the backends that serve them."""
 
 from .conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
-from .expert_linear import expert_linear, parts_of, route
+from .expert_linear import collect, expert_linear, parts_of, route, spread
 from .flops import count_flops
 from .linear import linear, linear_transposed
 from .registry import BackendStatus, backends, use_backend
@@ -9,6 +9,7 @@ from .registry import BackendStatus, backends, use_backend
 __all__ = [
     "BackendStatus",
     "backends",
+    "collect",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -20,6 +21,7 @@ __all__ = [
     "linear_transposed",
     "parts_of",
     "route",
+    "spread",
     "use_backend",
 ]
 

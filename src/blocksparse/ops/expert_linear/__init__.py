@@ -7,10 +7,11 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, check_kinds, check_same
-from .op import EXPERT_LINEAR, EXPERT_LINEAR_WGRAD, parts_of
-from .route import Routes, route
+from .op import EXPERT_LINEAR, EXPERT_LINEAR_WGRAD
+from .parts import parts_of
+from .route import Routes, collect, route, spread
 
-__all__ = ["EXPERT_LINEAR", "EXPERT_LINEAR_WGRAD", "Routes", "expert_linear", "parts_of", "route"]
+__all__ = ["EXPERT_LINEAR", "EXPERT_LINEAR_WGRAD", "Routes", "collect", "expert_linear", "parts_of", "route", "spread"]
 
 
 def expert_linear(x: Tensor, values: Tensor, layout: BlockLayout, starts: Tensor) -> Tensor:

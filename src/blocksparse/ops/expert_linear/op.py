@@ -1,13 +1,13 @@
 """The products of experts as operations: the product, its transpose, and the gradient of the values.
 
-Each is one node of autograd and of graphs, whose backward pass writes the gradient of all experts once. The backends
-are those of `linear`, called per expert with its rows and its blocks.
+Each is one node of autograd and of graphs, whose backward pass writes the gradient of all experts once. On a CPU,
+one call of the compiled core serves all experts; other backends of `linear` are called per expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,43 +18,21 @@ from .. import workspace
 from ..graph_layout import AnyLayout
 from ..linear import LINEAR
 from ..registry import Geometry, LayoutOp, Options, Tensors, features_of
-
-
-class ExpertPart(NamedTuple):
-    """The blocks of one expert within those of all experts, and their layout."""
-
-    blocks: slice
-    layout: BlockLayout
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the weight is one block, and so a dense matrix."""
-        return self.layout.grid == (1, 1) and self.layout.nnz == 1
-
-
-def parts_of(layout: BlockLayout, experts: int) -> list[ExpertPart]:
-    """Cut the layout of all experts into one per expert, cached; equal ones are one object."""
-
-    def make() -> list[ExpertPart]:
-        height, parts = layout.grid[0] // experts, []
-        rows, cols = layout.row_of_block, layout.col_of_block
-        shared: dict[BlockLayout, BlockLayout] = {}
-        edges = rows.searchsorted(range(0, layout.grid[0] + 1, height))
-        for expert, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-            own = rows[begin:end] - expert * height
-            part = BlockLayout.from_indices(own, cols[begin:end], (height, layout.grid[1]), layout.block_shape)
-            parts.append(ExpertPart(slice(begin, end), shared.setdefault(part, part)))
-        return parts
-
-    return layout.derived(("experts", experts), make)
+from . import cpu
+from .parts import ExpertPart, parts_of
 
 
 def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[int, int, ExpertPart]]:
     """Return for each expert the range of its rows and its part of the layout."""
-    edges = starts.tolist()
-    if edges != sorted(edges) or edges[0] != 0 or edges[-1] > rows:
-        raise BlockSparseError.expected("starts", f"0, then non-decreasing numbers up to {rows}", edges)
+    edges = _checked(starts, rows).tolist()
     return zip(edges[:-1], edges[1:], parts_of(layout, len(edges) - 1), strict=True)
+
+
+def _checked(starts: Tensor, rows: int) -> Tensor:
+    """Return these starts of groups of rows, or raise a BlockSparseError if they are none."""
+    if int(starts[0]) != 0 or int(starts[-1]) > rows or bool((starts.diff() < 0).any()):
+        raise BlockSparseError.expected("starts", f"0, then non-decreasing numbers up to {rows}", starts.tolist())
+    return starts
 
 
 class ExpertLinear(LayoutOp):
@@ -75,7 +53,10 @@ class ExpertLinear(LayoutOp):
         """Return the products, one per expert with rows; rows behind the last expert's are 0."""
         (values, x), (starts, transpose) = tensors, options
         *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
+        if cpu.serves(layout, x):
+            return cpu.expert_linear(x, values, layout, _checked(starts, x.shape[0]), transpose)
         y = workspace.empty(shape, x.dtype, x.device)
+        y[int(starts[-1]) :].zero_()
         for begin, end, part in _groups(starts, x.shape[0], layout):
             if begin == end:
                 continue
@@ -84,7 +65,6 @@ class ExpertLinear(LayoutOp):
                 torch.mm(rows, own[0] if transpose else own[0].T, out=out)
             else:
                 LINEAR.on(x.device, x.dtype).linear(rows, own, None, part.layout, transpose, None, out)
-        y[int(starts[-1]) :].zero_()
         return y
 
     def backward(
@@ -115,6 +95,8 @@ class ExpertLinearWgrad(LayoutOp):
     def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the stored blocks of all experts' gradients; those of an expert without rows are 0."""
         (grad, x), (starts,) = tensors, options
+        if cpu.serves(layout, x):
+            return cpu.expert_linear_wgrad(grad, x, layout, _checked(starts, x.shape[0]))
         values = workspace.empty(layout.values_shape, x.dtype, x.device)
         for begin, end, part in _groups(starts, x.shape[0], layout):
             left, right, out = grad[begin:end], x[begin:end], values[part.blocks]
