@@ -25,6 +25,8 @@ TOPOLOGIES = {
     "set": Topology("set"),
     "fixed": Topology(),
     "rigl": Topology("rigl", every=3),
+    "smet": Topology("smet"),
+    "chts": Topology("chts"),
     "elastic": Topology("set", elastic=True),
     "pruned": Topology("set", importance_from=1, importance_every=2),
 }
@@ -96,7 +98,10 @@ def test_a_penalty_is_added_to_the_loss():
         mlp.task(replace(recipe, l1=-1), model, table())
 
 
-@pytest.mark.parametrize(("topology", "dense"), [("set", False), ("fixed", False), ("rigl", False), ("fixed", True)])
+@pytest.mark.parametrize(
+    ("topology", "dense"),
+    [("set", False), ("smet", False), ("chts", False), ("fixed", False), ("rigl", False), ("fixed", True)],
+)
 def test_it_learns(topology, dense, tmp_path):
     made = task(topology, epochs=12, dense=dense)
     before = made.evaluate(made.model)
@@ -115,7 +120,7 @@ def test_rows_made_when_they_are_asked_for(tmp_path):
 # -- the topology ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("topology", "changes"), [("set", 5), ("fixed", 0), ("rigl", 6)])
+@pytest.mark.parametrize(("topology", "changes"), [("set", 5), ("smet", 5), ("chts", 5), ("fixed", 0), ("rigl", 6)])
 def test_when_the_topology_changes(topology, changes, tmp_path):
     made = task(topology)
     seen = []
@@ -130,8 +135,8 @@ def test_when_the_topology_changes(topology, changes, tmp_path):
 
     made.loss = noting
     train(tmp_path, made, SGD)
-    # SET changes between epochs; RigL at every third of the first 18 steps except the last, seen one step later.
-    steps = {"set": [0, 4, 8, 12, 16, 20], "fixed": [0], "rigl": [0, 3, 6, 9, 12, 15]}[topology]
+    # RigL changes at every third of the first 18 steps except the last, seen one step later; others between epochs.
+    steps = {"fixed": [0], "rigl": [0, 3, 6, 9, 12, 15]}.get(topology, [0, 4, 8, 12, 16, 20])
     assert [step for step, _ in seen] == steps
     assert len({tuple(layout.nnz for layout in layouts) for _, layouts in seen}) == 1
     assert len({layouts[-1] for _, layouts in seen}) == 1

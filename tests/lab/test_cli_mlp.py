@@ -233,7 +233,10 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
             ["--data", "CSV", "--layout-seed", "-1"],
             "layout_seed: expected an int, 0 or more and below 4294967296",
         ),
-        (["--data", "CSV", "--method", "fixed", "--zeta", "0.2"], "zeta: expected method set, got fixed"),
+        (
+            ["--data", "CSV", "--method", "fixed", "--zeta", "0.2"],
+            "zeta: expected method set or smet or chts, got fixed",
+        ),
         (["--data", "HOLES"], "holes.csv, line 3, column b: expected a finite number, got a hole"),
         (["--data", "ONE"], "one.csv: expected labels of two classes or more, got only 1 down to line 2"),
     ],

@@ -151,7 +151,9 @@ def mlp(
         str | None, typer.Option(help="A net of this many neurons, such as 50M, with 65,536 inputs, on synthetic rows.")
     ] = None,
     rows: Annotated[int, typer.Option(help="With --neurons: synthetic rows to train on.")] = 512,
-    method: Annotated[str, typer.Option(help="set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")] = "set",
+    method: Annotated[
+        str, typer.Option(help="set, smet, chts, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
+    ] = "set",
     device: Device = "cpu",
     seed: Seed = 0,
     given: Annotated[dict[str, Any], Given(mlp_recipe.MLPSettings)],

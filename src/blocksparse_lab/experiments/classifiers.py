@@ -36,6 +36,8 @@ TOPOLOGIES = {
     "fixed": "sparse, never changed",
     "set": "sparse, evolved (SET)",
     "rigl": "sparse, evolved (RigL)",
+    "smet": "sparse, evolved (SMET)",
+    "chts": "sparse, evolved (CHTs)",
     "2:4": "two of four weights, evolved (SR-STE)",
 }
 
@@ -214,6 +216,8 @@ def _replaced(topology: Mapping[str, Any]) -> str:
     if "zeta" not in topology:
         return "-"
     zeta = topology["zeta"]
+    if topology["method"] in ("smet", "chts"):
+        return f"{zeta:g} at first, less and less by a cosine"
     return f"{zeta:g}, {zeta / 2:g} after 9/16 of the epochs, 0 after 3/4" if "elastic" in topology else f"{zeta:g}"
 
 
@@ -294,6 +298,8 @@ def _methods(
             "set, importance": replace(recipe, **importance),
             "set, elastic": replace(recipe, elastic=True),
             "rigl": replace(recipe, method="rigl"),
+            "smet": replace(recipe, method="smet"),
+            "chts": replace(recipe, method="chts"),
             "2:4": replace(short, method="2:4"),
             **longer,
             **tuned,

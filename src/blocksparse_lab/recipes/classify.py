@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
-from blocksparse.sparsity import SET, ImportancePruning, RigL
+from blocksparse.sparsity import SET, SMET, BlockClock, CHTs, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 
 from ..option import option
@@ -22,7 +22,8 @@ from ..training.callback import EpochTask
 from ..training.running_means import sync_means
 
 KIND = "classify"
-METHODS = ("set", "rigl", "none")
+METHODS = ("set", "smet", "chts", "rigl", "none")
+BETWEEN_EPOCHS = ("set", "smet", "chts")
 
 # Batches joined in an evaluation, which needs memory for the outputs of two layers, not of all.
 _EVALUATED_AT_ONCE = 2
@@ -74,9 +75,10 @@ class Topology(Importance):
     """Schedule of topology changes during training. The output layer never changes.
 
     Args:
-        method: "set" for `bs.sparsity.SET` between epochs, "rigl" for `bs.sparsity.RigL` every `every` steps during the
-            first three quarters of the steps, or "none".
-        zeta, evolve_every, regrow: SET's fraction, epochs between evolutions, and initial values of new connections.
+        method: "set", "smet" or "chts" for these methods of `bs.sparsity` between epochs, "rigl" for `RigL` every
+            `every` steps during the first three quarters of the steps, or "none". CHTs has a `BlockClock`, as SMET.
+        zeta, evolve_every: (initial) fraction that moves, and epochs between evolutions; not for RigL.
+        regrow: SET's initial values of new connections.
         elastic: SET's zeta halves after 9/16 of the epochs and is 0 after 3/4, as in MEST's elastic mutation (Yuan et
             al. 2021; by its code, which drops by magnitude alone).
         fraction, every: RigL's alpha, and steps between changes.
@@ -99,6 +101,7 @@ class Topology(Importance):
         """Return the settings that have an effect, ready for JSON."""
         used = {
             "set": ("method", "zeta", "evolve_every", "regrow", *(["elastic"] if self.elastic else [])),
+            **dict.fromkeys(("smet", "chts"), ("method", "zeta", "evolve_every")),
             "rigl": ("method", "fraction", "every"),
             "none": (),
         }[self.method]
@@ -165,6 +168,13 @@ class ClassifyTask(EpochTask):
             self.methods["set"] = SET(
                 self.model, optimizer, t.zeta, every=t.evolve_every, init=t.regrow, seed=self.seed, **how
             )
+        moving: dict[str, Any] = {"alpha": t.zeta, "every": t.evolve_every, "seed": self.seed} | how
+        epochs = self.steps // self.steps_per_epoch
+        if t.method == "smet":
+            self.methods["smet"] = SMET(self.model, optimizer, epochs, **moving)
+        if t.method == "chts":
+            clock: Any = BlockClock(optimizer)
+            self.methods["chts"] = CHTs(self.model, clock, epochs, **moving)
         if t.method == "rigl":
             end = max(1, 3 * self.steps // 4)
             self.methods["rigl"] = RigL(self.model, optimizer, end, every=t.every, alpha=t.fraction, **how)
@@ -173,7 +183,7 @@ class ClassifyTask(EpochTask):
         if step and step % self.steps_per_epoch == 0:
             if self.topology.elastic and isinstance(method := self.methods.get("set"), SET):
                 self._apply_elastic_mutation(method, step / self.steps)
-            self._change("importance", "set")
+            self._change("importance", *BETWEEN_EPOCHS)
 
     def _apply_elastic_mutation(self, method: SET, trained: float) -> None:
         """Apply MEST's elastic mutation for the fraction of steps done: 90 and 120 of its 160 epochs."""

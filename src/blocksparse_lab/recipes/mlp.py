@@ -26,9 +26,10 @@ from ..training import saved_models
 from ..training.memory import check_room
 from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
-from .classify import KIND, ClassifyTask, Data, Importance, Topology
+from .classify import BETWEEN_EPOCHS, KIND, ClassifyTask, Data, Importance, Topology
 
-METHODS = ("set", "fixed", "rigl", "dense", "2:4")
+EVOLVED = (*BETWEEN_EPOCHS, "rigl")
+METHODS = (*EVOLVED, "fixed", "dense", "2:4")
 _DENSE = ("dense", "2:4")  # methods that store dense weights
 
 # Least number of steps between checkpoints: an epoch of a small table has few steps.
@@ -39,13 +40,13 @@ SAVE_EVERY = 500
 class MLPSettings(Importance, EpochSettings):
     """A net, how its connections evolve, and its training."""
 
-    method: str = option("set", "set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
+    method: str = option("set", "set, smet, chts, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
     hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, such as 1000,1000,1000.")
     epochs: int = option(500, "Epochs; its default and those below depend on the data.")
     epsilon: float = option(20, "A layer gets about epsilon (n_in + n_out) connections.")
-    zeta: float = option(0.3, "set: fraction of the connections that an evolution replaces.")
+    zeta: float = option(0.3, "set, smet, chts: fraction of the connections that an evolution replaces.")
     # An epoch of few rows is too short to show which connections are useful.
-    evolve_every: int = option(1, "set: epochs between evolutions.")
+    evolve_every: int = option(1, "set, smet, chts: epochs between evolutions.")
     regrow: str = option("zeros", "set: initial values of new connections: zeros, he (as in the papers) or xavier.")
     elastic: bool = option(False, "set: half of zeta after 9/16 of the epochs, none after 3/4 (MEST).")
     alpha: float = option(0.6, "Slope of All-ReLU.")
@@ -69,11 +70,12 @@ class MLPSettings(Importance, EpochSettings):
     def topology(self) -> Topology:
         """How `ClassifyTask` changes the connections."""
         names = {one.name for one in fields(Topology)} - {"fraction", "every"}
-        method = self.method if self.method in ("set", "rigl") else "none"
+        method = self.method if self.method in EVOLVED else "none"
         return Topology(**{name: getattr(self, name) for name in names} | {"method": method})
 
 
-OF_SET = "zeta", "evolve_every", "regrow", "elastic"
+# Fields that have an effect with some methods only.
+USED_BY = dict.fromkeys(("regrow", "elastic"), ("set",)) | dict.fromkeys(("zeta", "evolve_every"), BETWEEN_EPOCHS)
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code, except that new connections
 # start at 0. Random values disturb trained weights: on Higgs, SET with them was worse than no evolution.
@@ -115,11 +117,12 @@ def check_used(given: Iterable[str], method: str) -> None:
     >>> check_used(["zeta", "alpha"], "fixed")
     Traceback (most recent call last):
     ...
-    blocksparse.errors.BlockSparseError: zeta: expected method set, got fixed
+    blocksparse.errors.BlockSparseError: zeta: expected method set or smet or chts, got fixed
     """
     for name in given:
-        if name in OF_SET and method != "set":
-            raise BlockSparseError.expected(name, "method set", method)
+        users = USED_BY.get(name, (method,))
+        if method not in users:
+            raise BlockSparseError.expected(name, f"method {' or '.join(users)}", method)
         if name == "layout_seed" and method in _DENSE:
             raise BlockSparseError.expected(name, "a sparse net", f"method {method}")
 
