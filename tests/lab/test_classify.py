@@ -266,5 +266,5 @@ def test_mistakes(arguments, message):
 
 
 def test_an_unknown_method():
-    with pytest.raises(BlockSparseError, match="method: expected one of set, rigl, none, got 'best'"):
+    with pytest.raises(BlockSparseError, match="method: expected one of set, smet, chts, rigl, none, got 'best'"):
         Topology("best")

@@ -214,7 +214,10 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
         (["--data", "madelon", "--data-dir", "HERE"], "madelon: expected HERE/madelon/madelon_train.data or"),
         (["--data", "CSV", "--hidden", "5,,5"], "hidden: expected positive ints with commas between"),
         (["--data", "CSV", "--hidden", "5,0"], "hidden: expected positive ints with commas between"),
-        (["--data", "CSV", "--method", "best"], "method: expected one of set, fixed, rigl, dense, 2:4, got 'best'"),
+        (
+            ["--data", "CSV", "--method", "best"],
+            "method: expected one of set, smet, chts, rigl, fixed, dense, 2:4, got 'best'",
+        ),
         (
             ["--data", "CSV", "--method", "2:4", "--hidden", "30,8"],
             "2:4: expected layers whose inputs come in fours, got layers.1",
