@@ -213,8 +213,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def picture(path: str | Path, of: Sequence[Group]) -> None:
-    """Draw held-out figures as a PNG against steps, or epochs if all runs have them, and against seconds.
+def picture(path: str | Path, of: Sequence[Group], timed: bool = True) -> None:
+    """Draw held-out figures as a PNG against steps, or epochs if all runs have them, and against seconds if `timed`.
 
     Lines are means over seeds, bands their deviation. Runs on different instruction sets are not drawn against seconds.
     """
@@ -224,7 +224,7 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
     machines = [(run.result or {}).get("machine") for group in of for run in group.runs]
     sets = {machine.get("isa") if isinstance(machine, dict) else None for machine in machines}
-    by = ("step", "seconds") if len(sets) == 1 else ("step",)
+    by = ("step", "seconds") if timed and len(sets) == 1 else ("step",)
     columns = 2 if max(len(group.label) for group in of) < _LABEL else 1  # of the legend
     figure, axes = figure_and_axes((11, 4.2 + 0.2 * math.ceil(len(of) / columns)), columns=len(by))
     axes = [axes] if len(by) == 1 else axes
