@@ -35,6 +35,13 @@ void py_concat_elu(const std::string& isa, const std::string& dtype, int64_t row
              {features, pointer(x), pointer(grad), pointer(to), scale, seed, least});
 }
 
+void py_gated_sum(const std::string& isa, const std::string& dtype, int64_t rows, int64_t features, uintptr_t x,
+                  uintptr_t pair, uintptr_t grad, uintptr_t to) {
+  nb::gil_scoped_release release;
+  gated_sum(isa_named(isa), dtype_named(dtype), rows,
+            {features, pointer(x), pointer(pair), pointer(grad), pointer(to)});
+}
+
 void py_momentum_steps(const std::string& isa, const std::string& dtype, const std::vector<int64_t>& counts,
                        const std::vector<uintptr_t>& weights, const std::vector<uintptr_t>& velocities,
                        const std::vector<uintptr_t>& grads, double momentum, double rate, double keep) {
@@ -52,6 +59,8 @@ const Binding binding([](nb::module_& m) {
         "factors"_a, "seed"_a, "least"_a);
   m.def("concat_elu", &py_concat_elu, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "features"_a, "x"_a, "grad"_a,
         "to"_a, "scale"_a, "seed"_a, "least"_a);
+  m.def("gated_sum", &py_gated_sum, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "features"_a, "x"_a, "pair"_a,
+        "grad"_a, "to"_a);
   m.def("dropout_backward", &py_dropout_backward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "grad"_a, "code"_a,
         "grad_x"_a, "factors"_a);
   m.def("momentum_steps", &py_momentum_steps, nb::kw_only(), "isa"_a, "dtype"_a, "counts"_a, "weights"_a,

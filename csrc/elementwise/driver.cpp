@@ -31,6 +31,12 @@ void concat_elu(const InstructionSet& isa, DType dtype, int64_t rows, const Conc
   in_ranges(rows * call.features, kConcatEluPart, [&](int64_t first, int64_t last) { run(call, first, last); });
 }
 
+void gated_sum(const InstructionSet& isa, DType dtype, int64_t rows, const GatedSum& call) {
+  const ElementwiseKernels& kernels = kSelect[isa.index](dtype);
+  const auto run = call.grad ? kernels.gated_sum_backward : kernels.gated_sum;
+  in_parts(rows, call.features, [&](const RowsPart& part) { run(call, part); });
+}
+
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
                     const std::vector<MomentumStep>& steps) {
   const ElementwiseKernels& kernels = kSelect[isa.index](dtype);

@@ -1,5 +1,5 @@
-// Elementwise ops: dropout with the activation before it, concatenated ELU, the momentum step of an optimizer, and
-// products of rows.
+// Elementwise ops: dropout with the activation before it, concatenated ELU, gated sums, the momentum step of an
+// optimizer, and products of rows.
 #pragma once
 
 #include <vector>
@@ -38,6 +38,13 @@ struct ConcatElu {
 };
 constexpr int64_t kConcatEluPart = kPartNumbers / 2;
 
+// Rows of x + a * sigmoid(b), contiguous, where each row of `pair` is [a, b]; or with `grad` the gradient at `pair`.
+struct GatedSum {
+  int64_t features;
+  const void *x, *pair, *grad;
+  void* to;
+};
+
 // velocity = momentum * velocity - rate * grad; weight = keep * weight + velocity.
 struct MomentumStep {
   void *weight, *velocity;
@@ -59,6 +66,8 @@ struct ElementwiseKernels {
   // With parts of kConcatEluPart elements.
   void (*concat_elu_forward)(const ConcatElu&, int64_t first, int64_t last);
   void (*concat_elu_backward)(const ConcatElu&, int64_t first, int64_t last);
+  void (*gated_sum)(const GatedSum&, const RowsPart&);
+  void (*gated_sum_backward)(const GatedSum&, const RowsPart&);
   void (*momentum_step)(const MomentumStep&, int64_t first, int64_t last);
   void (*multiply)(const RowsProduct&, const RowsPart&);
 };
@@ -68,6 +77,9 @@ void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, con
 
 // The forward pass, or the backward pass if `call.grad` is not null.
 void concat_elu(const InstructionSet& isa, DType dtype, int64_t rows, const ConcatElu& call);
+
+// The forward pass, or the backward pass if `call.grad` is not null.
+void gated_sum(const InstructionSet& isa, DType dtype, int64_t rows, const GatedSum& call);
 
 // Step all tensors; tensor i has counts[i] elements.
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,

@@ -161,6 +161,39 @@ void concat_elu_backward(const ConcatElu& c, int64_t first, int64_t last) {
 }
 
 template <class E>
+void gated_sum(const GatedSum& c, const RowsPart& part) {
+  using Storage = typename E::Storage;
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
+    const Storage *const x = static_cast<const Storage*>(c.x) + row * c.features, *const a =
+                                                                                      static_cast<const Storage*>(
+                                                                                          c.pair) +
+                                                                                      2 * row * c.features;
+    Storage* const y = static_cast<Storage*>(c.to) + row * c.features;
+    in_vectors<E>(part.begin, part.end, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const auto gate = logistic(read_units<E>(a + c.features + i, count));
+      write_sums<E>(y + i, read_units<E>(x + i, count) + read_units<E>(a + i, count) * gate, count, false);
+    });
+  }
+}
+
+template <class E>
+void gated_sum_backward(const GatedSum& c, const RowsPart& part) {
+  using Storage = typename E::Storage;
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
+    const Storage *const grad = static_cast<const Storage*>(c.grad) + row * c.features, *const a =
+                                                                                            static_cast<const Storage*>(
+                                                                                                c.pair) +
+                                                                                            2 * row * c.features;
+    Storage* const to = static_cast<Storage*>(c.to) + 2 * row * c.features;
+    in_vectors<E>(part.begin, part.end, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const auto gate = logistic(read_units<E>(a + c.features + i, count)), g = read_units<E>(grad + i, count) * gate;
+      write_sums<E>(to + i, g, count, false);
+      write_sums<E>(to + c.features + i, g * read_units<E>(a + i, count) * (1 - gate), count, false);
+    });
+  }
+}
+
+template <class E>
 void momentum_step(const MomentumStep& step, int64_t first, int64_t last) {
   using Sum = typename E::Sum;
   using V = Vector<Sum>;
@@ -189,8 +222,8 @@ void multiply(const RowsProduct& product, const RowsPart& part) {
 
 template <class E>
 constexpr ElementwiseKernels table() {
-  return {dropout_forward<E>,     dropout_backward<E>, concat_elu_forward<E>,
-          concat_elu_backward<E>, momentum_step<E>,    multiply<E>};
+  return {dropout_forward<E>, dropout_backward<E>,   concat_elu_forward<E>, concat_elu_backward<E>,
+          gated_sum<E>,       gated_sum_backward<E>, momentum_step<E>,      multiply<E>};
 }
 
 }  // namespace

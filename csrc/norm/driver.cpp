@@ -38,4 +38,12 @@ void norm_backward(const InstructionSet& isa, DType dtype, int64_t rows, const N
   in_parts_of(features, rows, kWhole, [&](int64_t first, int64_t last) { kernels.sums(norm, rows, first, last); });
 }
 
+void weight_norm(const InstructionSet& isa, DType dtype, int64_t rows, const WeightNorm& norm) {
+  const NormKernels& kernels = kSelect[isa.index](dtype);
+  const int64_t size = ceil_div(norm.start[rows] * norm.outputs * norm.inner, std::max<int64_t>(rows, 1));
+  in_parts_of(rows, size, 1, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) kernels.weights(norm, row);
+  });
+}
+
 }  // namespace blocksparse

@@ -132,9 +132,43 @@ void sums(const NormBackward& norm, int64_t rows, int64_t first, int64_t last) {
   });
 }
 
+template <class Real>
+void weights(const WeightNorm& norm, int64_t row) {
+  using E = Plain<Real>;
+  const auto *values = static_cast<const Real*>(norm.values), *grad = static_cast<const Real*>(norm.grad);
+  const auto* gains = static_cast<const Real*>(norm.gain);
+  for (int64_t o = 0; o < norm.outputs; ++o) {
+    const auto in_blocks = [&](const auto& run) __attribute__((always_inline)) {
+      for (int64_t b = norm.start[row]; b < norm.start[row + 1]; ++b) {
+        const int64_t at = (b * norm.outputs + o) * norm.inner;
+        in_vectors<E>(at, at + norm.inner, run);
+      }
+    };
+    Vector<Real> squares = {}, products = {};
+    in_blocks([&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vector<Real> v = read_units<E>(values + i, count);
+      squares += v * v;
+      if (grad) products += v * read_units<E>(grad + i, count);
+    });
+    Real square = 0, product = 0;
+    for (int l = 0; l < kLanes<Real>; ++l) square += squares[l], product += products[l];
+    const Real length = __builtin_sqrt(square), least = Real(norm.least), divisor = length < least ? least : length;
+    const int64_t output = row * norm.outputs + o;
+    const Real scale = (gains ? gains[output] : Real(1)) / divisor;
+    // Below the lower bound the divisor is constant.
+    const Real slope = length < least ? 0 : scale * product / (length * length);
+    Real* const to = static_cast<Real*>(norm.to);
+    in_blocks([&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vector<Real> v = read_units<E>(values + i, count);
+      write_sums<E>(to + i, grad ? read_units<E>(grad + i, count) * scale - v * slope : v * scale, count, false);
+    });
+    if (grad && norm.grad_gain) static_cast<Real*>(norm.grad_gain)[output] = product / divisor;
+  }
+}
+
 template <class E>
 constexpr NormKernels table() {
-  return {forward<E>, backward<E>, sums<E>};
+  return {forward<E>, backward<E>, weights<typename E::Sum>, sums<E>};
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Layer norms. Threads share rows and then, for the gradients of gains and biases, features.
+// Layer norms, and the normalization of weights. In layer norms threads share rows and then, for the gradients of gains
+// and biases, features.
 #pragma once
 
 #include "core/types.hpp"
@@ -33,9 +34,22 @@ struct NormBackward {
   OutputRows grad_x;
 };
 
+// Weights divided by the norm of their output's and multiplied by its gain; or with `grad` the gradients at both. Row r
+// of blocks is `start[r]` to `start[r + 1]`; a block is [outputs, inner].
+struct WeightNorm {
+  const void* values;
+  const int64_t* start;
+  int64_t outputs, inner;
+  const void* gain;  // of all outputs, or null for 1
+  double least;      // a lower bound of norms
+  const void* grad;
+  void *to, *grad_gain;  // grad_gain only with a gain and `grad`
+};
+
 struct NormKernels {
   void (*forward)(const NormForward&, int64_t first_row, int64_t last_row);
   void (*backward)(const NormBackward&, int64_t first_row, int64_t last_row);
+  void (*weights)(const WeightNorm&, int64_t row);  // a row of blocks; float32 and float64 only
   // Run after `backward`: sums the gradients of gains and biases over all rows, for the elements [first, last) of a
   // row.
   void (*sums)(const NormBackward&, int64_t rows, int64_t first, int64_t last);
@@ -43,5 +57,6 @@ struct NormKernels {
 
 void norm_forward(const InstructionSet& isa, DType dtype, int64_t rows, const NormForward& norm);
 void norm_backward(const InstructionSet& isa, DType dtype, int64_t rows, const NormBackward& norm);
+void weight_norm(const InstructionSet& isa, DType dtype, int64_t rows, const WeightNorm& norm);
 
 }  // namespace blocksparse

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocksparse import to_dense
-from blocksparse.ops.conv import cpu
+from blocksparse.ops.conv import cpu, planes
 from blocksparse.ops.conv.plan import Axis
 
 from .calls import DTYPES, Calls, assert_within, exact_output, sum_bound
@@ -80,6 +80,16 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
             lambda y, expected=expected, bound=bound: assert_within(y, expected, bound),
             threads,
         )
+        if planes.serves(in_planes(x), layout, axes) and values.isfinite().all():
+            calls.on_each(
+                f"conv planes {'transposed' if transposed else 'gather'}",
+                dtype,
+                lambda x=x, transposed=transposed: planes.conv(
+                    in_planes(x), values, bias, layout, transpose, transposed, axes, case["activation"]
+                ),
+                lambda y, expected=expected, bound=bound: assert_within(y, expected, bound),
+                threads,
+            )
         grad, x = image(size, layout.shape[0]), image(small if transposed else big, layout.shape[1])
         small_one, big_one = (x, grad) if transposed else (grad, x)
         expected, terms = (
@@ -94,6 +104,21 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
             lambda got, expected=expected, bound=bound: assert_within(got, expected, bound),
             threads,
         )
+        if planes.serves(in_planes(x), layout, axes):
+            calls.on_each(
+                "conv planes wgrad",
+                dtype,
+                lambda x=x, grad=grad, transposed=transposed: planes.conv_wgrad(
+                    grad, in_planes(x), layout, transposed, axes
+                ),
+                lambda got, expected=expected, bound=bound: assert_within(got, expected, bound),
+                threads,
+            )
+
+
+def in_planes(image: Tensor) -> Tensor:
+    """Return an image `[n, *space, channels]` in memory where each channel is contiguous."""
+    return whole(image.movedim(-1, 1).contiguous(), image.dtype, 0).movedim(1, -1)
 
 
 def _covered_length(axis: Axis) -> int:

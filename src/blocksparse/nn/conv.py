@@ -131,6 +131,8 @@ class Convolution(ConvolutionCall, BlockSparseModule):
 
 
 class _Conv(ConvCall, Convolution):
+    accepts_margins = True  # in a call, see `forward`
+
     def __init__(
         self,
         in_channels: int,
@@ -160,8 +162,14 @@ class _Conv(ConvCall, Convolution):
         self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
-    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self.compute(input, self.bias, self.activation, gate)
+    def forward(
+        self, input: Tensor, gate: Tensor | None = None, *, margins: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """Compute the convolution; `margins`, (before, behind) for each axis, replace `padding` by zeros if given."""
+        if margins is None:
+            return self.compute(input, self.bias, self.activation, gate)
+        self._check(input)
+        return self._convolve(input, self.bias, self.activation, padding=margins, gate=gate)
 
 
 class Conv2d(_Conv):

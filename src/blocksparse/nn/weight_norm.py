@@ -13,6 +13,8 @@ from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import accumulator, without_autocast
+from ..ops.registry import can_bypass_dispatcher
+from ..ops.weight_norm import can_normalize, normalize
 from .module import BlockSparseModule
 
 _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -46,7 +48,18 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
     """
     if gain is not None and tuple(gain.shape) != layout.shape[:1]:
         raise BlockSparseError.expected("gain", f"[{layout.shape[0]}] for {layout!r}", list(gain.shape))
-    scale = norms(values, layout).clamp(min=epsilon**0.5).reciprocal()
+    least = epsilon**0.5
+    if values.dim() > 2 and can_normalize(values, gain):
+        layout.check_values(values)
+        return normalize(
+            values, layout, gain, least, lambda values, layout, gain: _composed(values, layout, gain, least)
+        )
+    return _composed(values, layout, gain, least)
+
+
+def _composed(values: Tensor, layout: BlockLayout, gain: Tensor | None, least: float) -> Tensor:
+    """Return `l2_normalize` by operations that can be differentiated any number of times."""
+    scale = norms(values, layout).clamp(min=least).reciprocal()
     if gain is not None:
         scale = scale * gain
     rows, _ = block_coordinates(layout, values.device)
@@ -146,7 +159,15 @@ class WeightNorm(Normed, nn.Module):
         return l2_normalize_dense(self.module.weight, self.gain, self._axis)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
+        if not (isinstance(self.module, BlockSparseModule) and can_bypass_dispatcher(*inputs, plain_call=True)):
+            return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
+        # What functional_call does, in a tenth of its time.
+        parameters = self.module._parameters
+        own, parameters["values"] = parameters["values"], self.values  # type: ignore[assignment]
+        try:
+            return self.module(*inputs, **options)
+        finally:
+            parameters["values"] = own
 
     def fold(self) -> nn.Module:
         """Set the module's weights to the normalized ones and return the module."""
@@ -160,19 +181,23 @@ class WeightNorm(Normed, nn.Module):
         return "values" if isinstance(self.module, BlockSparseModule) else "weight"
 
     @torch.no_grad()
-    def _initialise(self, *inputs: Any) -> None:
+    def _initialise(self, *inputs: Any, **options: Any) -> None:
         """Set gain and bias so that the outputs for these inputs have mean 0 and standard deviation `scale`."""
         bias = self.module.bias
         if not isinstance(bias, Tensor):
             raise BlockSparseError.expected("module", "one with a bias", repr(self.module))
         self.gain.fill_(1)
         bias.zero_()
-        y = self.forward(*inputs)
+        y = self.forward(*inputs, **options)
         axis = y.dim() - 1 - len(getattr(self.module, "kernel_size", ()))
         variance, mean = torch.var_mean(y, [other for other in range(y.dim()) if other != axis], correction=0)
         gain = self.scale * (variance + _MIN_VARIANCE).rsqrt()
         self.gain[: len(gain)] = gain
         bias.copy_(-mean * gain)
+
+
+def _initialise_before(module: WeightNorm, inputs: Any, options: Any) -> None:
+    module._initialise(*inputs, **options)
 
 
 def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
@@ -198,7 +223,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
     Source: Salimans, Kingma, Weight normalization (2016), section 3.
     """
     hooks = [
-        module.register_forward_pre_hook(lambda module, inputs: module._initialise(*inputs))
+        module.register_forward_pre_hook(_initialise_before, with_kwargs=True)
         for module in model.modules()
         if isinstance(module, WeightNorm)
     ]

@@ -199,6 +199,18 @@ def can_bypass_dispatcher(*tensors: Any, plain_call: bool = False) -> bool:
     )
 
 
+def can_call_core(*tensors: Tensor | None) -> bool:
+    """Return whether the compiled core may read these tensors, for functions that PyTorch's operations compute too."""
+    forced = [*_forced.values()] if _forced else ["cpu"]
+    return (
+        forced[-1] == "cpu"
+        and can_bypass_dispatcher(*tensors)
+        and not torch._C._is_any_autocast_enabled()
+        and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+        and cpu_core.unavailable() is None
+    )
+
+
 def can_call_directly(layout: AnyLayout, *tensors: Tensor | None) -> TypeGuard[BlockLayout]:
     """Return whether a call may be one of `LayoutOp.direct`; a profiler sees only calls of PyTorch's op."""
     direct = isinstance(layout, BlockLayout) and can_bypass_dispatcher(*tensors)
@@ -305,7 +317,7 @@ class LayoutOp(Op):
         layout = layout_from(indices, grid, block)
         named = zip(self.tensor_names, zip(tensors, shapes, strict=True), strict=True)
         check_tensors(x.dtype, x.device, self.dtypes, **dict(named))
-        return self.compute(tensors, layout, options)
+        return self.compute(tensors, layout, options).contiguous()  # as `_meta` tells compilers
 
     def _meta(self, *arguments: Any) -> Tensor:
         """Return an empty tensor of the result's shape."""

@@ -78,10 +78,15 @@ class Causal2d(_Banded):
             raise BlockSparseError.expected("module", 'a kernel of odd width with "down"', repr(module))
         super().__init__(height - 1)
         self.module, self.shift = module, shift
+        self.fuses_padding = getattr(conv, "accepts_margins", False)
         self.sides = (width // 2, width // 2) if shift == "down" else (width - 1, 0)
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = self.module(self._extended(input, *self.sides))
+        y: Tensor
+        if self.fuses_padding and not self.in_bands:
+            y = self.module(input, margins=((self.rows, 0), self.sides))
+        else:
+            y = self.module(self._extended(input, *self.sides))
         return y
 
     def extra_repr(self) -> str:

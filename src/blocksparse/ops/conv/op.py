@@ -22,7 +22,7 @@ from ..linear import LINEAR, LINEAR_WGRAD
 from ..linear import triton as products
 from ..lower_to_triton import lower_to_triton, needs_schedule, traced_layout
 from ..registry import Geometry, LayoutOp, Options, Tensors, features_of
-from . import cpu, reference, triton
+from . import cpu, planes, reference, triton
 from .plan import axes_of, is_linear
 
 
@@ -62,6 +62,10 @@ class Conv(LayoutOp):
         input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
         axes = axes_of(input, output, values.shape[3:], *steps)
         backend = self.on(x.device, x.dtype)
+        if backend is cpu and planes.serves(x, layout, axes):
+            y = planes.conv(x, values, bias, layout, transpose, transposed, axes, activation)
+            if y is not None:
+                return y
         if is_linear(axes) and (backend is not triton or triton.as_linear(x.dtype)):
             matrix = values.reshape(layout.values_shape)
             y = LINEAR.compute((x.reshape(-1, x.shape[-1]), matrix, bias), layout, (transpose, activation))
@@ -76,14 +80,18 @@ class Conv(LayoutOp):
         """Return the gradients of x, values and bias: transposed convolution, `ConvWgrad`, sums over positions."""
         (x, values, bias, output), (transpose, transposed, _, *steps, activation) = saved, options
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (*options[:-1], None)))
-        grad_x = grad_values = None
+        grad_x = grad_values = grad_bias = None
         if needed[0]:
             inverted = not transpose, not transposed, x.shape[1:-1]
             grad_x = self((grad, values, None), layout, (*inverted, *steps, None))
         if needed[1]:
             pair = (x, grad) if transpose else (grad, x)
             grad_values = CONV_WGRAD(pair, layout, (transposed != transpose, values.shape[3:], *steps))
-        return grad_x, grad_values, grad.reshape(-1, grad.shape[-1]).sum(0) if needed[2] else None
+        if needed[2]:
+            # Flattening images in planes would copy them.
+            flat = grad.reshape(-1, grad.shape[-1]) if grad.is_contiguous() else grad
+            grad_bias = flat.sum([*range(flat.dim() - 1)])
+        return grad_x, grad_values, grad_bias
 
 
 class ConvWgrad(LayoutOp):
@@ -108,6 +116,8 @@ class ConvWgrad(LayoutOp):
         input, output = (grad, x) if transposed else (x, grad)
         axes = axes_of(input.shape[1:-1], output.shape[1:-1], kernel, *steps)
         backend = self.on(x.device, x.dtype)
+        if backend is cpu and planes.serves(x, layout, axes):
+            return planes.conv_wgrad(grad, x, layout, transposed, axes)
         if is_linear(axes) and (backend is not triton or triton.as_linear(x.dtype)):
             pair = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
             return LINEAR_WGRAD.compute(pair, layout, ()).reshape(*layout.values_shape, *kernel)
