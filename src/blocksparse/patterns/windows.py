@@ -31,8 +31,8 @@ def sliding_window(
             keys) and whose keys all queries see.
         sinks: first tokens that all queries see, rounded up to whole blocks.
 
-    Blocks are whole: for the exact window, pass `window_size` to `bs.nn.attention` too, which then hides sinks and
-    global keys outside of it.
+    Blocks are whole: for the exact window, pass `window_size` to `bs.nn.attention` too. It hides global keys outside of
+    the window, and sinks unless `sink_tokens` keeps them.
 
     Raises:
         BlockSparseError: an argument is out of range.

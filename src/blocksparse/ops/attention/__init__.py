@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checked import number
+from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, in_autocast, without_autocast
@@ -19,7 +19,7 @@ from ..graph_layout import is_exporting
 from . import gathered
 from .arguments import check_documents, check_lengths, check_operands, check_sinks, check_window, has_dynamic
 from .op import ATTENTION, in_graph
-from .rules import Rules, add_sinks, data_spans
+from .rules import Rules, add_sinks, data_spans, merge, window_spans
 from .topk import topk_blocks
 
 __all__ = ["attention", "topk_blocks"]
@@ -38,6 +38,7 @@ def attention(
     lengths: Tensor | Sequence[int] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sink_tokens: int = 0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
@@ -60,6 +61,8 @@ def attention(
         lengths: `[batch]`, the number of keys of each sequence; later keys are padding, which no query sees.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: `[heads]`, a learned score per head that counts in the sum of the softmax, and has no value.
+        sink_tokens: the number of first keys that stay visible to the left of the window, where the layout stores their
+            blocks (StreamingLLM). Not with `cu_seqlens`.
         dropout_p: the probability to drop a weight; the random numbers are drawn with PyTorch's generator.
         return_lse: whether to return also the logarithm of each softmax's sum.
 
@@ -102,7 +105,7 @@ def attention(
     """
     options: dict[str, Any] = {
         "window_size": window_size, "cu_seqlens": cu_seqlens, "lengths": lengths, "softcap": softcap, "sinks": sinks,
-        "dropout_p": dropout_p, "return_lse": return_lse,
+        "sink_tokens": sink_tokens, "dropout_p": dropout_p, "return_lse": return_lse,
     }  # fmt: skip
     if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and in_autocast(q):
         q, k, v = (autocast(tensor, tensor, None)[0] for tensor in (q, k, v))
@@ -126,8 +129,35 @@ def attention(
         documents = check_documents(cu_seqlens, queries, keys, q.device)
         spans = data_spans(queries, keys, left, right, documents, check_lengths(lengths, q, keys))
     rules = Rules(row, left, right, spans, scale, cap, p, draw_seed(p, q.device))
-    y, lse = run_attention(q, k, v, layouts, rules, sinks, return_lse)
+    first = min(integer("sink_tokens", sink_tokens, 0), keys)
+    if first and cu_seqlens is not None:
+        raise BlockSparseError.expected("sink_tokens", "0 for packed documents", sink_tokens)
+    if first and left is not None:
+        y, lse = _attention_with_sink_tokens(q, k, v, layouts, rules, sinks, first)
+    else:
+        y, lse = run_attention(q, k, v, layouts, rules, sinks, return_lse)
     return (y, lse) if return_lse else y
+
+
+def _attention_with_sink_tokens(
+    q: Tensor, k: Tensor, v: Tensor, layouts: list[BlockLayout], rules: Rules, sinks: Tensor | None, first: int
+) -> tuple[Tensor, Tensor | None]:
+    """Merge attention in the window with attention to the first keys before it."""
+    inside = rules.spans
+    if inside is None:
+        inside = window_spans(q.shape[2], k.shape[2], rules.left, rules.right, q.device)[:, None]
+    y, lse = run_attention(q, k, v, layouts, rules, None, return_lse=True)
+    width = max(layout.block_shape[1] for layout in layouts)
+    keys = min(-(-first // width) * width, k.shape[2])
+    start, end = inside.unbind(0)
+    before = torch.stack([torch.zeros_like(start), start.minimum(end).clamp(max=first)])
+    crops = [layout[:, : -(-keys // layout.block_shape[1])] for layout in layouts]
+    rules = rules._replace(left=None, right=None, spans=before)
+    other_y, other_lse = run_attention(q, k[:, :, :keys], v[:, :, :keys], crops, rules, None, return_lse=True)
+    assert lse is not None
+    assert other_lse is not None
+    y, lse = merge(y, lse, other_y, other_lse)
+    return (y, lse) if sinks is None else add_sinks(y, lse, sinks)
 
 
 def _has_layout_per_sequence(q: Any, k: Any, v: Any, layout: Sequence[BlockLayout]) -> bool:

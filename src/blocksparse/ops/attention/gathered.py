@@ -19,7 +19,7 @@ from ...layout import BlockLayout
 from ..checks import accumulator, always_supported
 from ..registry import can_bypass_dispatcher, needs_grad
 from ..torch_op import call_per_batched_grad
-from .rules import Rules, cap, drop
+from .rules import Rules, cap, drop, without_nan
 
 # Rows of blocks are padded to the longest one of a batch; at least this fraction of a row must be blocks.
 MIN_FILLED = 0.75
@@ -107,7 +107,7 @@ class _RowGroup:
     keys: int64 `[n, 1, longest * block_k]`, the numbers of the keys.
     queries: int64 `[n, block_q, 1]`, the numbers of the queries, negative before the first one.
     allowed: bool `[n, block_q or 1, longest * block_k]`, the visible keys. None if every row sees all of its keys.
-    hidden: bool `[n, longest * block_k, 1]`, the keys that no query of a row sees; None if there are none but padding.
+    has_hidden: whether a query does not see all keys of its row's blocks.
     """
 
     def __init__(self, layout: BlockLayout, place: Place, first_row: int, rows: np.ndarray):
@@ -127,15 +127,14 @@ class _RowGroup:
             allowed = allowed & (keys <= position + place.right)
         real = (queries >= 0) & (queries < place.queries)
         allowed = allowed if real.all() else allowed & real
-        hidden = ~allowed.any(1)
+        self.has_hidden = bool((allowed != stored).any())
         self.rows, self.cols = torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(cols.reshape(-1))
         self.keys, self.queries = torch.from_numpy(keys), torch.from_numpy(queries)
         self.allowed = None if allowed.all() else torch.from_numpy(allowed)
-        self.hidden = torch.from_numpy(hidden[..., None]) if (hidden & stored[:, 0]).any() else None
 
     def to(self, device: torch.device) -> _RowGroup:
-        for name, tensor in vars(self).items():
-            setattr(self, name, None if tensor is None else tensor.to(device))
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
         return self
 
 
@@ -214,11 +213,12 @@ class _Blocks(NamedTuple):
     front: int
     operands: list[Tensor]
     spans: Tensor | None  # [2, batch * heads or 1, block rows, block_q, 1]
+    bad: Tensor | None  # bool [batch * heads, blocks, block, 1], keys that are not finite; None if nothing is hidden
 
 
 def _blocks_of(layout: BlockLayout, rules: Rules, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> _Blocks:
-    """Split tensors of queries and of keys, `[batch, heads, tokens, any]`, into the blocks of a layout."""
-    q, k = of_queries[0], of_keys[0]
+    """Split tensors of queries, and keys and values, `[batch, heads, tokens, any]`, into the blocks of a layout."""
+    q, (k, v) = of_queries[0], of_keys
     heads, (height, width) = q.shape[1], layout.block_shape
     place = Place(rules.row, int(q.shape[2]), int(k.shape[2]), rules.left, rules.right)
     if torch.compiler.is_dynamo_compiling():
@@ -228,15 +228,20 @@ def _blocks_of(layout: BlockLayout, rules: Rules, of_queries: Sequence[Tensor], 
     front = place.row - first * height
     back = (end - first) * height - front - place.queries
     operands = [_split(each, front, back, height) for each in of_queries]
-    operands += [
+    bad = None
+    if rules.spans is not None or any(rows.has_hidden for rows in groups):
+        k, v, bad = without_nan(k, v)
+    of_keys = [k, v] if bad is None else [k, v, bad[..., None]]
+    k, v, *rest = (
         _split(each.repeat_interleave(heads // each.shape[1], 1), 0, layout.shape[1] - place.keys, width)
         for each in of_keys
-    ]
+    )
+    operands += [k, v]
     spans = rules.spans
     if spans is not None:
         spans = F.pad(spans, (front, back)).unflatten(2, (-1, height)).unsqueeze(-1)
         spans = spans.repeat_interleave(heads, 1) if spans.shape[1] > 1 else spans
-    return _Blocks(groups, order, front, operands, spans)
+    return _Blocks(groups, order, front, operands, spans, rest[0] if rest else None)
 
 
 def _split(tensor: Tensor, front: int, back: int, block: int) -> Tensor:
@@ -267,22 +272,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rule
     return y.unflatten(0, (batch, heads)), lse[0].unflatten(0, (batch, heads)) if lse else None
 
 
-def _visible(rows: _RowGroup, spans: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the visible keys of some rows, bool `[batch * heads or 1, n, block_q or 1, keys]`, and the hidden keys."""
+def _visible(rows: _RowGroup, spans: Tensor | None) -> Tensor | None:
+    """Return the visible keys of some rows, bool `[batch * heads or 1, n, block_q or 1, keys]`; None for all."""
     if spans is None:
-        return rows.allowed, rows.hidden
+        return rows.allowed
     start, end = spans.index_select(2, rows.rows)
-    seen = (rows.keys >= start) & (rows.keys < end)
-    seen = seen if rows.allowed is None else seen & rows.allowed
-    return seen, ~seen.any(-2).unsqueeze(-1)
+    seen: Tensor = (rows.keys >= start) & (rows.keys < end)
+    return seen if rows.allowed is None else seen & rows.allowed
 
 
 def _attention_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules, return_lse: bool) -> Result:
     """Return attention of some rows of blocks, `[n, rows, block, d]`; each row is a head for PyTorch's kernel."""
     q, k, v = blocks.operands
-    seen, hidden = _visible(rows, blocks.spans)
+    seen = _visible(rows, blocks.spans)
     q = q.index_select(1, rows.rows)
-    k, v = (_gather(each, rows, hidden) for each in (k, v))
+    k, v = (_gather(each, rows) for each in (k, v))
     some = None if seen is None else seen.any(-1, keepdim=True)
     # Softmax needs a key, so a query without visible keys sees all, and its result is set to 0.
     mask = seen if seen is None or some is None else seen | ~some
@@ -294,14 +298,19 @@ def _attention_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules, return_ls
         lse = lse if some is None else lse.where(some.squeeze(-1), -torch.inf)
     else:
         y = dense_attention(q, k, v, attn_mask=mask, scale=rules.scale)
-    return y if some is None else y.where(some, 0), lse
+    y = y if some is None else y.where(some, 0)
+    if blocks.bad is not None:
+        bad = _gather(blocks.bad, rows).mT
+        is_nan = (bad if seen is None else bad & seen).any(-1, keepdim=True)
+        y = y.masked_fill(is_nan, torch.nan)
+        lse = lse if lse is None else lse.masked_fill(is_nan.squeeze(-1), torch.nan)
+    return y, lse
 
 
-def _gather(tensor: Tensor, rows: _RowGroup, hidden: Tensor | None) -> Tensor:
-    """Return the keys or values of some rows, `[batch * heads, n, keys, d]`, with 0 for hidden ones."""
+def _gather(tensor: Tensor, rows: _RowGroup) -> Tensor:
+    """Return the keys or values of some rows, `[batch * heads, n, keys, d]`."""
     count, _, keys = rows.keys.shape
-    gathered = tensor.index_select(1, rows.cols).reshape(len(tensor), count, keys, tensor.shape[-1])
-    return gathered if hidden is None else gathered.masked_fill(hidden, 0)
+    return tensor.index_select(1, rows.cols).reshape(len(tensor), count, keys, tensor.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
@@ -388,8 +397,8 @@ def gradients(
 def _gradients_of_rows(rows: _RowGroup, blocks: _Blocks, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
     q, grad, numbers = (each.index_select(1, rows.rows) for each in blocks.operands[:3])
-    seen, hidden = _visible(rows, blocks.spans)
-    k, v = (_gather(each, rows, hidden) for each in blocks.operands[3:])
+    seen = _visible(rows, blocks.spans)
+    k, v = (_gather(each, rows) for each in blocks.operands[3:])
     lse, delta = numbers[..., :1], numbers[..., 1:]
     capped = cap(rules.scale * (q @ k.mT), rules.softcap)
     weights = (capped - lse).exp()

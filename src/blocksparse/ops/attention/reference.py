@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layout import BlockLayout
 from ..checks import accumulator, always_supported
-from .rules import Rules, cap, drop, spans_of
+from .rules import Rules, cap, drop, spans_of, without_nan
 
 unsupported_reason = always_supported
 
@@ -29,17 +29,18 @@ def attention(
     if spans is not None:
         start, end = spans[:, :, None, :, None]
         seen = seen & (number >= start) & (number < end)
-    # Hidden keys are replaced by 0, so that a NaN in one of them stays there.
-    of_all = seen.any(-2)[..., None]
-    k, v = (each.where(of_all, 0) for each in (k, v))
+    k, v, bad = without_nan(k, v)
+    is_nan = (seen & bad[..., None, :]).any(-1)
     nothing = ~seen.any(-1, keepdim=True)
     scores = cap(rules.scale * (q.to(wide) @ k.mT), rules.softcap)
     # A query without visible keys sees all, because softmax needs one; its result is set to 0.
     scores = scores.masked_fill(~(seen | nothing), -torch.inf)
     head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
     weights = drop(scores.softmax(-1), rules, head, torch.arange(queries, device=q.device)[:, None], number)
-    y = (weights @ v).masked_fill(nothing, 0).to(q.dtype)
-    return y, scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -torch.inf) if return_lse else None
+    y = (weights @ v).masked_fill(nothing, 0).masked_fill(is_nan[..., None], torch.nan).to(q.dtype)
+    if not return_lse:
+        return y, None
+    return y, scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -torch.inf).masked_fill(is_nan, torch.nan)
 
 
 def _stored(layout: BlockLayout, row: int, queries: int, keys: int) -> Tensor:

@@ -110,6 +110,26 @@ def cap(scores: Tensor, softcap: float) -> Tensor:
     return softcap * (scores / softcap).tanh() if softcap else scores
 
 
+def without_nan(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values with 0 for those that are not finite, and which these are, bool `[batch, heads, keys]`.
+
+    A weight of 0 does not hide a NaN: 0 NaN = NaN. The results of queries that see such a key are set to NaN instead.
+    """
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    return k.masked_fill(bad[..., None], 0), v.masked_fill(bad[..., None], 0), bad
+
+
+def merge(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention and its log-sum-exp over all keys from those over two sets of keys that share none."""
+    nothing = lse.isneginf() & other_lse.isneginf()
+    # -inf has no second derivatives: e^-40 does not change the sum either.
+    lse, other_lse = (each.masked_fill(nothing, 0) for each in (lse, other_lse))
+    lse = torch.where(lse.isneginf(), other_lse.detach() - 40, lse)
+    other_lse = torch.where(other_lse.isneginf(), lse.detach() - 40, other_lse)
+    share = torch.sigmoid(other_lse - lse)[..., None].to(y.dtype)
+    return y * (1 - share) + other_y * share, torch.logaddexp(lse, other_lse).masked_fill(nothing, -torch.inf)
+
+
 def add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp with one more score per head, `[heads]`, whose value is 0."""
     sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
