@@ -21,6 +21,7 @@ from .settings import Settings
 _DASHES = ("-", "--", "-.", ":")
 _LABEL = 40  # characters; two such labels fit beside each other
 _POINTS = 60  # most points of a curve that are drawn as markers
+_BANDS = 8  # most groups whose deviations are drawn, since more bands hide the lines
 
 # Settings that do not distinguish runs: they only say how often a run is logged and where it ran.
 _IGNORED = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
@@ -216,7 +217,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 def picture(path: str | Path, of: Sequence[Group], timed: bool = True) -> None:
     """Draw held-out figures as a PNG against steps, or epochs if all runs have them, and against seconds if `timed`.
 
-    Lines are means over seeds, bands their deviation. Runs on different instruction sets are not drawn against seconds.
+    Lines are means over seeds. Bands are their deviation, drawn for few groups only. Runs on different instruction sets
+    are not drawn against seconds.
     """
     from ..machine import where
 
@@ -240,6 +242,8 @@ def picture(path: str | Path, of: Sequence[Group], timed: bool = True) -> None:
             count = f", {seeds} seeds" if (seeds := len(group.comparable)) > 1 else ""
             points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
             one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
+            if len(of) > _BANDS:
+                continue
             low, high = ([float(m + sign * d) for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
             one.fill_between(list(map(float, x)), low, high, color=style["color"], alpha=0.18, lw=0)
     curves = [group.curve("step") for group in of]
