@@ -11,7 +11,8 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.sparsity.pruning.schedule import CubicSchedule, SigmoidSchedule
 from blocksparse.sparsity.sparse_training import chts
-from blocksparse.sparsity.sparse_training.chts import draw_by_score, path_scores
+from blocksparse.sparsity.sparse_training.chts import path_scores
+from blocksparse.sparsity.sparse_training.growth import draw_by_score
 from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")

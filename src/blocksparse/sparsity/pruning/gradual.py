@@ -24,7 +24,7 @@ from ..selection import (
     normalize_by_size,
     stored_norms,
 )
-from ..sparse_training.chts import topological_places, without_returning
+from ..sparse_training.chts import topological_scores, without_returning
 from ..sparse_training.dense_gradient import mark_largest_of_rows
 from ..sparse_training.dynamic_sparsity import Modules, cosine_decay
 from ..sparse_training.gradient_growth import GradientGrowth
@@ -242,8 +242,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         """Drop this fraction of the blocks of one weight, the smallest, and grow as many without gradients."""
         count = int(fraction * weight.layout.nnz)
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
-        draw = topological_places if self.growth == "topology" else draw_places
-        places = draw(weight, drop, generator, self.keep_lines, self.constant_fan_in)
+        logarithms = topological_scores(weight, drop) if self.growth == "topology" else None
+        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
         drop, rows, cols = without_returning(weight.layout, drop, places)
         dropped = np.flatnonzero(drop)
         rewire(weight, dropped, rows, cols, self.optimizer, on_layout_change=self.on_layout_change)

@@ -15,10 +15,10 @@ from ...layout import BlockLayout
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.weight_handle import WeightHandle
-from ..lines import coverable, lines_of
+from ..lines import lines_of
 from ..selection import TieBreak, stored_norms
 from .dynamic_sparsity import Modules, cosine_decay
-from .growth import move_to_empty_lines
+from .growth import draw_by_score, draw_places
 from .set import SET
 
 MAX_PLACES = 1 << 27  # of a grid, whose scores are all computed
@@ -111,22 +111,17 @@ class CHTs(SET):
         scores = self.temperature(self.calls) * _logarithms(stored_norms(weight, self.norm))
         drop = np.ones(layout.nnz, dtype=bool)
         drop[draw_by_score(scores, layout.nnz - count, generator)] = False
-        places = topological_places(weight, drop, generator, self.keep_lines, self.constant_fan_in)
+        logarithms = topological_scores(weight, drop)
+        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
         self._replace(weight, *without_returning(layout, drop, places), generator)
 
 
-def topological_places(
-    weight: WeightHandle,
-    drop: np.ndarray,
-    generator: np.random.Generator,
-    keep_lines: bool,
-    constant_fan_in: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rows and columns of as many new blocks as are dropped, by their CH2-L3n scores; sorted.
+def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
+    """Return logarithms of CH2-L3n scores of all places without the dropped blocks, float64 `[rows, columns]`.
 
-    Places without a score, and padding, are drawn only if there are too few others; see `growth.draw_places`.
+    Those of places without a score, and of padding, are below all others. Blocks that stay have -inf.
     """
-    layout, lines = weight.layout, lines_of(weight)
+    layout = weight.layout
     if layout.grid[0] * layout.grid[1] > MAX_PLACES:
         raise BlockSparseError.expected(
             "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
@@ -136,18 +131,10 @@ def topological_places(
     mask.view(-1)[torch.from_numpy(keys)] = 1
     scores = _logarithms(path_scores(mask).numpy())
     padding = np.ones(layout.grid, dtype=bool)
-    padding[np.ix_(*lines)] = False
+    padding[np.ix_(*lines_of(weight))] = False
     scores[padding] -= 1e6
     scores.reshape(-1)[keys] = -np.inf
-    if constant_fan_in:
-        counts = np.bincount(layout.row_of_block[drop], minlength=layout.grid[0])
-        order = (-scores - generator.gumbel(size=scores.shape)).argsort(1)
-        rows, ranks = np.nonzero(np.arange(layout.grid[1]) < counts[:, None])
-        return np.divmod(np.sort(rows * layout.grid[1] + order[rows, ranks]), layout.grid[1])
-    drawn = np.divmod(np.sort(draw_by_score(scores.reshape(-1), int(drop.sum()), generator)), layout.grid[1])
-    if not keep_lines:
-        return drawn
-    return move_to_empty_lines(keys, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+    return scores
 
 
 def without_returning(
@@ -182,19 +169,6 @@ def _paths_over_rows(mask: Tensor) -> Tensor:
         others = ((degrees - shared) * linked).clamp(min=1) - 1
         scores[first : first + ROWS_AT_ONCE] = ((shared + linked) / (others + 1)) @ mask
     return scores
-
-
-def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw different positions one after another, each with a probability proportional to exp of its logarithm.
-
-    -inf is never drawn unless no other is left.
-
-    Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006), in the form of Gumbel keys.
-    """
-    if count <= 0:
-        return np.empty(0, dtype=np.int64)
-    keys = logarithms + generator.gumbel(size=logarithms.size)
-    return np.argpartition(-keys, count - 1)[:count].astype(np.int64)
 
 
 def _logarithms(scores: np.ndarray) -> np.ndarray:

@@ -96,8 +96,9 @@ def draw_places(
     generator: np.random.Generator,
     keep_lines: bool,
     constant_fan_in: bool = False,
+    logarithms: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rows and columns of as many new blocks as are dropped, each free place equally likely; sorted.
+    """Draw rows and columns of as many new blocks as are dropped; sorted.
 
     Args:
         weight: the weight.
@@ -105,12 +106,21 @@ def draw_places(
         generator: source of the random numbers.
         keep_lines: whether places in empty lines come first.
         constant_fan_in: whether each row gets as many blocks as it loses.
+        logarithms: of the places' probabilities up to a factor, `[rows, columns]`, -inf for places that are taken. By
+            default each free place is equally likely.
     """
     layout, lines = weight.layout, lines_of(weight)
     keys = layout.keys_of_blocks()[~drop]
     if constant_fan_in:
-        return _draw_in_rows(keys, layout.row_of_block[drop], layout.grid, lines[1], generator)
-    drawn = draw_unused(keys, layout.grid, int(drop.sum()), generator, lines)
+        rows = layout.row_of_block[drop]
+        if logarithms is None:
+            return _draw_in_rows(keys, rows, layout.grid, lines[1], generator)
+        return _draw_in_rows_by_score(logarithms, rows, generator)
+    if logarithms is None:
+        drawn = draw_unused(keys, layout.grid, int(drop.sum()), generator, lines)
+    else:
+        places = draw_by_score(logarithms.reshape(-1), int(drop.sum()), generator)
+        drawn = np.divmod(np.sort(places), layout.grid[1])
     if not keep_lines:
         return drawn
     return move_to_empty_lines(keys, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
@@ -134,6 +144,29 @@ def _draw_in_rows(
         choices = np.flatnonzero(inside if np.count_nonzero(inside) >= count else free)
         drawn.append(row * grid[1] + np.sort(generator.choice(choices, count, replace=False)))
     return np.divmod(np.concatenate([np.empty(0, dtype=np.int64), *drawn]), grid[1])
+
+
+def _draw_in_rows_by_score(
+    logarithms: np.ndarray, rows: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a place in each of these rows, in several if a row is repeated; see `draw_by_score`."""
+    height, width = logarithms.shape
+    order = (-logarithms - generator.gumbel(size=logarithms.shape)).argsort(1)
+    lines, ranks = np.nonzero(np.arange(width) < np.bincount(rows, minlength=height)[:, None])
+    return np.divmod(np.sort(lines * width + order[lines, ranks]), width)
+
+
+def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Draw different positions one after another, each with a probability proportional to exp of its logarithm.
+
+    -inf is never drawn unless no other is left.
+
+    Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006), in the form of Gumbel keys.
+    """
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    keys = logarithms + generator.gumbel(size=logarithms.size)
+    return np.argpartition(-keys, count - 1)[:count].astype(np.int64)
 
 
 def draw_unused(
