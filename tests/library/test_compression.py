@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -344,7 +345,7 @@ def test_gradients_that_are_never_finite_are_reported(monkeypatch):
 
 def test_a_budget_without_time_to_train_is_reported():
     data = labelled(128)
-    with pytest.warns(bs.SparsityWarning, match="no time to train"):
+    with pytest.warns(bs.SparsityWarning, match=r"no time to train .* of which fitting took \d"):
         result = bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=1e-6)
     assert result.density <= 0.51
 
@@ -385,6 +386,30 @@ def test_weights_that_keep_all_blocks_count_towards_the_density(monkeypatch, tmp
         assert stored / (32 * 64 + 64 * 16 + 16 * 8) == pytest.approx(result.density)
     measured = bs.tradeoff(model, data, densities=[0.4], block_size=8)
     assert measured.points[1].density == pytest.approx(0.4, abs=0.012)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_batch_norms_keep_statistics_that_batches_do_not_show(is_sorted, monkeypatch):
+    """Batches of one kind of sample each have other statistics than the data."""
+    x = torch.randn(1024, 32) + 6 * torch.randn(32, 32).repeat_interleave(32, 0)
+    batches = x.split(32) if is_sorted else x[torch.randperm(1024)].split(256)
+    model = Classifier()
+    model.norm.momentum = None
+    with torch.no_grad():
+        model(x)
+    model.norm.momentum = 0.1
+    modes, training_mode = set(), training.training_mode
+
+    @contextmanager
+    def record(student, samples):
+        with training_mode(student, samples):
+            if torch.is_grad_enabled():
+                modes.add(student.norm.training)
+            yield
+
+    monkeypatch.setattr(training, "training_mode", record)
+    bs.compress(model.eval(), batches, 0.15, 8, steps=3)
+    assert modes == {not is_sorted}
 
 
 def test_the_global_random_state_stays():

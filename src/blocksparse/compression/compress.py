@@ -61,7 +61,7 @@ def compress(
         density: fraction of their parameters that weights keep, 0.1 by default. Weights that stay dense because they
             keep all of their blocks count; those that would be slower, or are skipped, do not.
         block_size: an int or (rows, columns), 32 by default.
-        minutes: time to use, 10 by default.
+        minutes: time to use, 10 by default. If the fit at the start takes longer, its model is returned.
         steps: number of training steps instead of a time.
         teacher: the model to agree with; by default the model itself.
         loss: a function of the model's output and the batch that returns a loss to add. By default the `loss` in the

@@ -109,6 +109,7 @@ class CompressionRun:
         self.model_of_last_stage: nn.Module | None = None
         self.one_shot: _OneShot | None = None
         self.started_from_one_shot = False
+        self.fit_minutes = 0.0  # of the fit at the target density, which a short budget does not end
 
     @property
     def student(self) -> nn.Module:
@@ -219,8 +220,8 @@ class CompressionRun:
         if is_last and budget.minutes is not None and count < MIN_STEPS:
             was = f"only {count} training steps were" if count else "no time to train was"
             warnings.warn(
-                f"compress: {was} left at density {density:.3g} after {budget.elapsed:.1f} minutes: give more "
-                f"minutes than {budget.minutes:.3g}, or smaller batches",
+                f"compress: {was} left at density {density:.3g} after {budget.elapsed:.1f} minutes, of which fitting "
+                f"took {self.fit_minutes:.1f}: give more minutes than {budget.minutes:.3g}, or smaller batches",
                 SparsityWarning,
                 stacklevel=5,
             )
@@ -236,13 +237,13 @@ class CompressionRun:
         begin = budget.elapsed
         loss, agreed = self._sparsify_better(dense_student, self.target, plan)
         self.training.forget_targets()
-        minutes = budget.elapsed - begin
+        self.fit_minutes = budget.elapsed - begin
         speedup = speedup_of(self.student, self.dense_model, self.example)
         point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
         self.one_shot = _OneShot(self.student, point)
         rate, trained_loss = self._test_rates()
         self.one_shot = _OneShot(self.student, point, rate, trained_loss)
-        if density <= self.target or (budget.minutes is not None and minutes > FIT_SHARE * budget.minutes):
+        if density <= self.target or (budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes):
             self._start_from(self.one_shot)
             return False
         self._sparsify_better(dense_student, density)

@@ -43,8 +43,9 @@ DROP_SHARE, EARLY_DROP_SHARE = 0.2, 0.5
 # After a loss that is not finite, training resumes from the last check with this fraction of the rate, a few times.
 RATE_CUT, MAX_CUTS = 0.3, 3
 
-# Batch norms update their statistics in training if batches have at least this number of samples.
-MIN_BATCH_FOR_STATISTICS = 16
+# Batch norms use and update the statistics of batches with at least this number of samples, unless this multiplies the
+# loss of a few batches by more than a factor: the channels of a pitch tracker differ more than a batch can show.
+MIN_BATCH_FOR_STATISTICS, STATISTICS_BATCHES, STATISTICS_TOLERANCE = 16, 3, 1.3
 
 # Characters of the progress line, and of the bar in it.
 COLUMNS, BAR = 79, 10
@@ -110,6 +111,7 @@ class Training:
         self._targets: dict[tuple[bool, int], Targets] = {}
         self._bytes = 0
         self._order: list[int] = []
+        self._uses_batch_statistics = True
         self._shown = self._last_shown = 0.0
 
     @property
@@ -226,6 +228,7 @@ class Training:
         Returns:
             whether `on_check` ended the stage.
         """
+        self._choose_statistics()
         begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
         drop_share = DROP_SHARE if end == 1 else EARLY_DROP_SHARE
         good = copy_state(self.student)
@@ -280,6 +283,7 @@ class Training:
         too_few = self.budget.steps is not None and share * self.budget.steps < MIN_RATE_STEPS * len(RATES)
         if too_few or self.budget.used >= 1:
             return DEFAULT_RATE, before
+        self._choose_statistics()
         begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
@@ -292,6 +296,25 @@ class Training:
             self.student.load_state_dict(state)
         best = min(before, *losses.values())
         return max([RATES[0], *(rate for rate in RATES if losses[rate] <= RATE_TOLERANCE * best)]), best
+
+    @torch.no_grad()
+    def _choose_statistics(self) -> None:
+        """Choose whether batch norms use and update the statistics of batches in training, or keep theirs."""
+        norms = [module for module in self.student.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._uses_batch_statistics = True
+        if not norms:
+            return
+        buffers = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+        indices, losses = range(min(STATISTICS_BATCHES, len(self.data.train))), []
+        for is_trained in (False, True):
+            for index in indices:
+                samples = sample_count(self.data.train[index]) if is_trained else 0
+                with training_mode(self.student, samples):
+                    losses.append(float(self.loss(index)[0]))
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        kept, updated = sum(losses[: len(indices)]), sum(losses[len(indices) :])
+        self._uses_batch_statistics = not updated > STATISTICS_TOLERANCE * kept
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
         """Return AdamW, without weight decay, for the student's parameters.
@@ -312,7 +335,8 @@ class Training:
             self._order = torch.randperm(len(self.data.train), generator=self.generator).tolist()
         optimizer.zero_grad()
         index = self._order.pop()
-        with torch.enable_grad(), training_mode(self.student, sample_count(self.data.train[index])):
+        samples = sample_count(self.data.train[index]) if self._uses_batch_statistics else 0
+        with torch.enable_grad(), training_mode(self.student, samples):
             loss, _, _ = self.loss(index)
             if not loss.isfinite():
                 return math.nan
