@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checked import BLOCK_AGE, averaged_axis, check_optimizer_state, is_block_age
 from ..errors import BlockSparseError
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
+from .rows import take_rows, true_positions
 from .sharding import local_of
 
 # The initial state of new weights, by the names that PyTorch and other libraries use:
@@ -362,10 +363,13 @@ def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
     if isinstance(first, Tensor) and first.shape == second.shape:
         means = local_of(first).flatten(1)
         blocks &= means[:, :1].eq(0).flatten()
-        candidates = blocks.nonzero().squeeze(1)  # few, so that the rest of most blocks is not read
-        blocks[candidates] = (means[candidates] == 0).all(1)
-    candidates = blocks.nonzero().squeeze(1)
-    blocks[candidates] = (numbers[candidates] == numbers[candidates, :1]).all(1)
+        if numbers.shape[1] > 1:
+            candidates = true_positions(blocks)  # few, so that the rest of most blocks is not read
+            blocks[candidates] = (take_rows(means, candidates) == 0).all(1)
+    if numbers.shape[1] > 1:
+        candidates = true_positions(blocks)
+        rows = take_rows(numbers, candidates)
+        blocks[candidates] = (rows == rows[:, :1]).all(1)
     if blocks.any():
         call_before_next_step(parameter, NewBlocks(parameter, blocks))
 

@@ -16,6 +16,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from .optimizer import SECOND_MOMENTS, Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
+from .rows import fill_rows, take_rows, true_positions
 from .sharding import local_of, may_be_sharded, sharding
 
 NewValues = Tensor | Callable[[np.ndarray], Tensor]
@@ -121,7 +122,7 @@ class WeightHandle(ABC):
         """Return the values after a change, with those of new blocks."""
         values = move(self.local)
         if new is not None:
-            values[grown.to(values.device)] = new.to(values)
+            values.index_copy_(0, true_positions(grown).to(values.device), new.to(values))
         return values
 
     def _carry_state(
@@ -143,7 +144,7 @@ class WeightHandle(ABC):
             survivors: the old positions of the blocks that stay; None if no process has new blocks.
             nnz: the number of blocks in the module's new layout.
         """
-        grown = grown.to(values.device)
+        places = true_positions(grown).to(values.device)
         for state, group, has_clock in states_of(self.parameter, optimizer):
             if has_clock and survivors is not None and BLOCK_AGE not in state:
                 ages = torch.full((len(self.local), 2), 255.0, device=values.device)  # all blocks are as old as can be
@@ -157,7 +158,10 @@ class WeightHandle(ABC):
                 else:
                     start = start_of(name, group, partial(self._measure, local, survivors))
                 moved = move(local)
-                moved[grown] = values[grown].to(moved) if start is None else start
+                if start is None:
+                    moved.index_copy_(0, places, take_rows(values, places).to(moved))
+                elif start:
+                    fill_rows(moved, places, start)
                 state[name] = self._shard_state(tensor, moved, nnz)
             watch_new_blocks(self.parameter, state)
 
@@ -173,7 +177,7 @@ class WeightHandle(ABC):
             stays = mask[positions].nonzero().squeeze(1)
             positions = positions[stays]
         stays = stays.to(local.device)
-        state = local.index_select(0, stays)
+        state = take_rows(local, stays)
         if local.shape != self.local.shape:
             return self._all_reduce(measure_state(state, None))
         real = None
@@ -182,7 +186,7 @@ class WeightHandle(ABC):
             state = state[real]
         if self.is_whole and not (state < 0).any():  # then the weights are not looked at
             return measure_state(state, None)
-        weights = self.local.index_select(0, stays)
+        weights = take_rows(self.local, stays)
         return self._all_reduce(measure_state(state, weights if real is None else weights[real]))
 
     def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
@@ -245,7 +249,8 @@ class LocalWeight(WeightHandle):
             new = new(np.arange(int(grown.sum())))
         move = partial(remap_blocks, source=source)
         values = self._move_values(move, grown, new)
-        self._carry_state(optimizer, move, grown, values, source[~grown] if grown.any() else None, layout.nnz)
+        survivors = take_rows(source, true_positions(~grown)) if grown.any() else None
+        self._carry_state(optimizer, move, grown, values, survivors, layout.nnz)
         self.module.change_layout(layout, values)
         self.layout = layout
 
@@ -280,12 +285,12 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
     if not len(tensor):
         moved = tensor.new_zeros(source.numel(), *tensor.shape[1:])
     else:  # several times as fast as an assignment to the blocks that stay
-        moved = tensor.index_select(0, source.clamp(min=0))
-    grown = (source < 0).nonzero().squeeze(1)
+        moved = take_rows(tensor, source.clamp(min=0))
+    grown = true_positions(source < 0)
     if new is not None:
-        moved[grown] = new.to(moved)
+        moved.index_copy_(0, grown, new.to(moved))
     elif grown.numel():
-        moved.index_fill_(0, grown, 0)
+        fill_rows(moved, grown, 0)
     return moved
 
 
