@@ -29,6 +29,7 @@ MAX_IDLE_FACTOR = 64
 @dataclass(eq=False)
 class _Buffer:
     storage: torch.UntypedStorage
+    size: int  # of the storage when it was made
     last_taken: int = 0  # total bytes of all requests until then
 
     @property
@@ -90,17 +91,38 @@ def _take_buffer(size: int) -> torch.UntypedStorage:
     """Return an idle buffer of one to two times this size; if there is none, free old ones and allocate another."""
     global _requested
     _requested += size
-    # Another process may be using a storage that was moved to shared memory.
-    _buffers[:] = [buffer for buffer in _buffers if not buffer.storage.is_shared()]
-    fitting = [buffer for buffer in _buffers if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
-    if fitting:
-        buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())
-    else:
+    at = _smallest_fit(size)
+    if at is None:
+        # Another process may be using a storage that was moved to shared memory.
+        _buffers[:] = [buffer for buffer in _buffers if not buffer.storage.is_shared()]
         _free_idle(MAX_BYTES - size)
-        buffer = _Buffer(torch.UntypedStorage(size))
-        _buffers.append(buffer)
+        buffer = _Buffer(torch.UntypedStorage(size), size)
+    else:
+        buffer = _buffers.pop(at)
+    _buffers.append(buffer)
     buffer.last_taken = _requested
     return buffer.storage
+
+
+def _smallest_fit(size: int) -> int | None:
+    """Return the index of the smallest idle buffer of one to two times this size, or None.
+
+    The list is in the order of last use. A forward pass frees nothing, so idle buffers are at the front; a backward
+    pass frees the latest first. So the search goes from both ends inwards, and ends at the first of exactly this size.
+    """
+    best, best_size = None, 2 * size + 1
+    count = len(_buffers)
+    for step in range(count):
+        at = step // 2 if step % 2 == 0 else count - 1 - step // 2
+        buffer = _buffers[at]
+        if not size <= buffer.size < best_size or not buffer.is_free:
+            continue
+        # A user may have resized it, or moved it to memory that another process uses.
+        if buffer.storage.nbytes() == buffer.size and not buffer.storage.is_shared():
+            best, best_size = at, buffer.size
+            if best_size == size:
+                break
+    return best
 
 
 def _free_idle(most: int) -> None:

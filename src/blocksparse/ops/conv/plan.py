@@ -187,7 +187,11 @@ def axes_of(
     dilation: Sequence[int],
 ) -> tuple[Axis, ...]:
     """Return the axes of a convolution; refuse lists of unequal length and numbers out of range."""
-    lists = (input, output, kernel, stride, padding, dilation)
+    return _axes_of(*map(tuple, (input, output, kernel, stride, padding, dilation)))
+
+
+@lru_cache(maxsize=4096)
+def _axes_of(*lists: tuple[int, ...]) -> tuple[Axis, ...]:
     if len({len(numbers) for numbers in lists}) != 1:
         raise BlockSparseError.expected("sizes, kernel, stride, padding, dilation", "one number per axis each", lists)
     axes = tuple(Axis(*map(int, numbers)) for numbers in zip(*lists, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,13 +30,21 @@ _MAX_REACH = 64
 def serves(x: Tensor, layout: BlockLayout, axes: Sequence[Axis]) -> bool:
     """Return whether the functions below compute a convolution of x, `[n, height, width, channels]`."""
     return (
-        len(axes) == 2
+        max(layout.block_shape) <= _MAX_BLOCK
         and x.dtype in (torch.float32, torch.float64)
         and not x.is_contiguous()
         and x.movedim(-1, 1).is_contiguous()
         and x.numel() > 0
-        and max(layout.block_shape) <= _MAX_BLOCK
-        and layout.nnz * math.prod(layout.block_shape) * math.prod(axis.kernel for axis in axes) <= _MAX_VALUES
+        and _serves_axes(tuple(axes), layout.nnz * math.prod(layout.block_shape))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _serves_axes(axes: tuple[Axis, ...], values: int) -> bool:
+    """Return whether kernels over these axes are served, given the number of values per tap."""
+    return (
+        len(axes) == 2
+        and values * math.prod(axis.kernel for axis in axes) <= _MAX_VALUES
         and all(
             axis.stride == 1
             and min(axis.input, axis.output) > 0
