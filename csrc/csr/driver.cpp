@@ -1,11 +1,11 @@
 #include <string.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "core/addresses.hpp"
 #include "core/parallel.hpp"
 #include "csr/csr.hpp"
+#include "csr/transposed.hpp"
 #include "isa/dispatch.hpp"
 
 namespace blocksparse {
@@ -189,26 +189,6 @@ struct PackedGradient {
   }
 };
 
-template <class From, class To>
-void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* position) {
-  const From *from = static_cast<const From*>(matrix.start), *col = static_cast<const From*>(matrix.col);
-  // Counts are stored two places ahead; filling then moves each start into its own place.
-  memset(start, 0, (cols + 1) * sizeof(To));
-  for (int64_t k = 0; k < matrix.connections; ++k) {
-    if (col[k] < 0 || col[k] >= cols)
-      throw std::invalid_argument("the compiled core: expected columns within the matrix");
-    if (col[k] + int64_t(2) <= cols) ++start[col[k] + int64_t(2)];
-  }
-  for (int64_t c = 2; c <= cols; ++c) start[c] += start[c - 1];
-  for (int64_t r = 0; r < matrix.rows; ++r) {
-    for (int64_t k = from[r]; k < from[r + 1]; ++k) {
-      const To to = start[col[k] + 1]++;
-      row[to] = To(r);
-      position[to] = To(k);
-    }
-  }
-}
-
 }  // namespace
 
 int64_t csr_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t in_features) {
@@ -288,9 +268,10 @@ void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matri
 
 void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide) {
   const auto run = [&](auto from, auto to) {
+    using From = decltype(from);
     using To = decltype(to);
-    transpose_indices<decltype(from)>(matrix, cols, static_cast<To*>(start), static_cast<To*>(row),
-                                      static_cast<To*>(position));
+    transpose_indices(static_cast<const From*>(matrix.start), static_cast<const From*>(matrix.col), matrix.rows, cols,
+                      static_cast<To*>(start), static_cast<To*>(row), static_cast<To*>(position));
   };
   if (wide && to_wide) run(int64_t(), int64_t());
   if (wide && !to_wide) run(int64_t(), int32_t());

@@ -1,6 +1,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include <vector>
+
 #include "core/arguments.hpp"
 #include "core/bindings.hpp"
 #include "core/parallel.hpp"
@@ -36,13 +38,37 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
   trim_scratch();
 }
 
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> py_plan_blocks(int64_t blocks, Sizes block) {
+  require(blocks >= 0 && block.first > 0 && block.second > 0, "blocks with features");
+  auto* starts = new std::vector<int64_t>(plan_blocks(blocks, block.first, block.second));
+  const nb::capsule owner(starts, [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return {starts->data(), {starts->size()}, owner};
+}
+
+template <class T>
+void add_init(nb::class_<PyRowTasks>& plan) {
+  plan.def(nb::init<Sizes, Sizes, bool, Index<T>, Index<T>>(), nb::kw_only(), "grid"_a, "block"_a, "transposed"_a,
+           "start"_a.noconvert(), "col"_a.noconvert());
+}
+
+// Add a read-only array that shares the plan's memory.
+template <class T>
+void add_array(nb::class_<PyRowTasks>& plan, const char* name, std::vector<T> RowPlan::* array) {
+  const auto view = [array](const PyRowTasks& self) {
+    const std::vector<T>& all = self.plan.*array;
+    return nb::ndarray<nb::numpy, const T, nb::ndim<1>>(all.data(), {all.size()}, nb::handle());
+  };
+  plan.def_prop_ro(name, view, nb::rv_policy::reference_internal);
+}
+
 const Binding binding([](nb::module_& m) {
-  nb::class_<PyRowTasks>(m, "RowTasks")
-      .def(nb::init<Sizes, Sizes, bool, Index<int64_t>, Index<int32_t>, Index<int64_t>, Index<int32_t>, Index<int32_t>,
-                    Index<int32_t>, Index<int64_t>>(),
-           nb::kw_only(), "features"_a, "block"_a, "transposed"_a, "start"_a.noconvert(), "col"_a.noconvert(),
-           "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
-           "task_start"_a.noconvert());
+  auto plan = nb::class_<PyRowTasks>(m, "RowTasks");
+  add_init<int32_t>(plan), add_init<int64_t>(plan);
+  add_array(plan, "start", &RowPlan::start), add_array(plan, "col", &RowPlan::col);
+  add_array(plan, "position", &RowPlan::position), add_array(plan, "row", &RowPlan::row);
+  add_array(plan, "begin", &RowPlan::begin), add_array(plan, "end", &RowPlan::end);
+  add_array(plan, "task_start", &RowPlan::task_start);
+  m.def("plan_blocks", &py_plan_blocks, "blocks"_a, "block"_a);
   // Positional arguments: keywords would take longer than a small product.
   m.def("linear", &py_linear);
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,

@@ -103,7 +103,7 @@ struct Matrix {  // [tokens, features], features contiguous
   int64_t stride, features;
 };
 
-struct RowTasks {  // see RowPlan in ops/cpu_plan.py
+struct RowTasks {  // see RowPlan in linear/plan.hpp
   const int64_t* start;
   const int32_t* col;
   const int64_t* position;

@@ -11,6 +11,8 @@ from types import ModuleType
 from .errors import BlockSparseError
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
+# The newest names that Python calls: a core without one of them was built from older sources.
+NEWEST = ("plan_blocks",)
 
 # The names that `use_isa` chose, the last one in use; keyed by objects, so that uses may end in any order.
 _forced: dict[object, str] = {}
@@ -27,6 +29,12 @@ def load() -> tuple[ModuleType | None, str | None]:
             "(needs a C++17 compiler) or, to work on the clone, with `make setup`. A wheel has the core for one "
             "version of Python: install the one for this Python again"
         )
+    for name in NEWEST:
+        if not hasattr(_core, name):
+            return None, (
+                f"the compiled core blocksparse._core is older than this Python code: it lacks {name}. Build it again "
+                "with `pip install .` or, to work on a clone, with `make setup`"
+            )
     return _core, None
 
 

@@ -281,26 +281,28 @@ def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypat
         with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
             run(weights=wrong)
     back, turned = function.endswith("backward"), bs.patterns.dense((8, 32), block_size=4)
-    others = linear.tasks_of(recurrent_entries.GATES, not back), linear.tasks_of(turned, back)
+    others = row_plan(recurrent_entries.GATES, not back), row_plan(turned, back)
     for i, other in itertools.product(range(len(weights)), others):
         with pytest.raises(bs.BlockSparseError, match="weights that fit"):
             run(weights=[*weights[:i], (weights[i][0], other), *weights[i + 1 :]])
 
 
-@pytest.mark.parametrize("index", ["start", "col", "position", "row", "begin", "end", "task_start"])
+@pytest.mark.parametrize("index", ["start", "col"])
 @pytest.mark.parametrize("transpose", [False, True], ids=["forward", "transposed"])
-def test_tasks_whose_arrays_do_not_fit_are_refused(monkeypatch, transpose, index):
+def test_plans_of_indices_that_do_not_fit_are_refused(monkeypatch, transpose, index):
     recorder = Recorder(monkeypatch, "RowTasks")
-    row_plan(BLOCKS, transpose).tasks()
+    row_plan(bs.BlockLayout(BLOCKS.mask(), BLOCKS.block_shape), transpose)  # not planned before
     arguments, tasks = recorder.arguments, recorder.core.RowTasks
     tasks(**arguments)
     array = arguments[index]
-    for other in (np.append(array, array[-1:] + (index == "task_start")), array[:-1]):
+    first, last = np.append(array[:1] + 7, array[1:]), np.append(array[:-1], -1)
+    for other in (np.append(array, array[-1:]), array[:-1], first, last, array[::-1].copy() + 1):
         with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
-            tasks(**{**arguments, index: other})
-    with pytest.raises(TypeError):  # not converted in silence
-        tasks(**{**arguments, index: array.astype(np.float64)})
-    for wrong in ({"features": (8, 7)}, {"features": (4, 6)}, {"block": (3, 2)}, {"block": (4, 0)}):
+            tasks(**{**arguments, index: other.astype(array.dtype)})
+    for dtype in (np.float64, np.int64):  # not converted in silence, and both of one dtype
+        with pytest.raises(TypeError):
+            tasks(**{**arguments, index: array.astype(dtype)})
+    for wrong in ({"grid": (3, 3)}, {"grid": (2, 2)}, {"grid": (0, 3)}, {"block": (4, 0)}, {"block": (-1, 2)}):
         with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
             tasks(**{**arguments, **wrong})
 

@@ -309,11 +309,11 @@ def test_a_row_plan_covers_every_output_once_and_every_block(layout, transpose):
         assert begin % OUTPUT_STEP == 0
         covered[row * oriented.block_shape[0] + begin : row * oriented.block_shape[0] + end] += 1
     assert (covered == 1).all()
-    assert sorted(plan.block) == list(range(layout.nnz))
+    assert sorted(plan.position) == list(range(layout.nnz))
     rows = np.repeat(np.arange(oriented.grid[0]), np.diff(plan.start))
     at = (plan.col, rows) if transpose else (rows, plan.col)
-    assert np.array_equal(layout.row_of_block[plan.block], at[0])
-    assert np.array_equal(layout.col_indices().numpy()[plan.block], at[1])
+    assert np.array_equal(layout.row_of_block[plan.position], at[0])
+    assert np.array_equal(layout.col_indices().numpy()[plan.position], at[1])
     assert plan.task_start[0] == 0
     assert plan.task_start[-1] == len(plan.row)
     assert (np.diff(plan.task_start) > 0).all()

@@ -40,6 +40,17 @@ def no_core(monkeypatch):
     forget_core()
 
 
+def test_an_older_core_has_to_be_built_again(monkeypatch):
+    monkeypatch.setitem(sys.modules, "blocksparse._core", object())
+    monkeypatch.setattr(bs, "_core", object(), raising=False)
+    forget_core()
+    try:
+        assert "older than this Python code: it lacks plan_blocks. Build it again" in bs.backends()["cpu"].reason
+    finally:
+        monkeypatch.undo()
+        forget_core()
+
+
 def test_every_backend_is_usable_or_has_a_reason():
     known = bs.backends()
     assert set(known) == {"triton", "cpu", "reference"}

@@ -18,8 +18,7 @@ from .. import cpu_core
 from ..checks import contiguous_features
 from ..conv.plan import Axis
 from ..cpu_core import DTYPES, address
-from ..cpu_plan import OUTPUT_STEP
-from ..linear.cpu import tasks_of
+from ..cpu_plan import OUTPUT_STEP, row_plan
 
 unsupported_reason = cpu_core.unsupported_reason
 
@@ -99,7 +98,8 @@ def product(
         rows = cpu_core.row_addresses("x", x, (tokens, in_features), x.dtype)
     _, steps, padded_out, _ = weights.values.shape
     core.int8_linear(
-        plan=tasks_of(layout), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens, x=rows,
+        plan=row_plan(layout, False), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens,
+        x=rows,
         values=address("values", weights.values, (layout.nnz, steps, padded_out, 4), torch.int8),
         scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
         sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,

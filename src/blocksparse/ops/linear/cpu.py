@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ def linear(
     if _is_dense_faster(layout, dtype, tokens):
         all_blocks.linear(x, values, bias, layout, transpose, None if activation == "none" else activation, y)
         return y
-    tasks = tasks_of(layout, transpose)
+    tasks = row_plan(layout, transpose)
     core.linear(tasks, isa, name, activation, tokens, rows, values_address, bias_address, y_address)
     return y
 
@@ -119,13 +118,6 @@ def _is_dense_faster(layout: BlockLayout, dtype: torch.dtype, tokens: int) -> bo
         and min(layout.shape) >= all_blocks.MIN_FEATURES
         and (cpu_core.isa(), dtype) in all_blocks.FASTER
     )
-
-
-def tasks_of(layout: BlockLayout, transpose: bool = False) -> Any:
-    """Return `row_plan` as an object of the compiled core."""
-    # Every call needs it, and `derived` takes a tenth of the time of a small product.
-    key = "linear tasks", transpose
-    return layout._derived.get(key) or layout.derived(key, lambda: row_plan(layout, transpose).tasks())
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, out: Tensor | None = None) -> Tensor:

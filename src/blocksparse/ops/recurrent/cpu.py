@@ -14,7 +14,8 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES, check_rows_of_table
 from ..cpu_core import CoreTensor, address_or_zero
-from ..linear.cpu import linear_fast, tasks_of, working_memory
+from ..cpu_plan import row_plan
+from ..linear.cpu import linear_fast, working_memory
 from .recurrence import Steps
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ def _run(
     ]
     core, isa, resolved = cpu_core.arguments(*values, *tensors)
     products = [
-        (address, tasks_of(layout, transpose)) for (_, layout), (address, _) in zip(weights, resolved, strict=False)
+        (address, row_plan(layout, transpose)) for (_, layout), (address, _) in zip(weights, resolved, strict=False)
     ]
     addresses = {
         tensor[0]: pair if len(tensor[2]) == 2 else pair[0]
