@@ -1,5 +1,7 @@
 """Run the tests on each supported Python and PyTorch: `uvx nox`; one pair: `uvx nox --python 3.12 -- --torch 2.11`.
 
+`uvx nox --session jax` runs the tests of `blocksparse.jax` with the oldest and the newest JAX.
+
 PyTorch comes without CUDA from PyTorch's own index. `-- --torch-backend none` takes it from the index of your machine.
 Further arguments go to pytest: `uvx nox --python 3.13 -- tests/library/test_linear.py`.
 """
@@ -20,6 +22,7 @@ TORCHES = {
     "2.14": ["triton==3.8.*"],
     "2.15": ["triton==3.9.*"],
 }
+JAX_TESTS = ["tests/library/test_jax.py", "tests/library/test_jax_training.py", "tests/library/test_jax_processes.py"]
 
 
 @nox.session(python=PYTHONS)
@@ -35,3 +38,12 @@ def tests(session: nox.Session) -> None:
         session.install(*versions, *backend)  # first, because `.[dev]` would bring the newest
         session.install(".[dev]", *versions, *backend)
         session.run("python", "-m", "pytest", "-n", "2", "-m", "not full", *for_pytest)
+
+
+@nox.session(python=PYTHONS[:2])
+@nox.parametrize("jax", ["jax==0.7.2", "jax"])
+def jax(session: nox.Session, jax: str) -> None:
+    """Run the tests of the JAX front end with the oldest supported JAX, or the newest one for this Python."""
+    session.install("torch==2.13.*", "--torch-backend=cpu")
+    session.install(".[dev,jax]", jax)
+    session.run("python", "-m", "pytest", "-m", "not full", *JAX_TESTS, *session.posargs)

@@ -9,8 +9,11 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <memory>
 #include <new>
 #include <stdexcept>
+#include <thread>
 
 namespace blocksparse {
 namespace {
@@ -43,6 +46,7 @@ void set_control(uint64_t) {}
 #endif
 
 thread_local bool flushes = false, in_task = false;
+thread_local const BorrowThreads* borrowed = nullptr;
 
 // Sets these flags during its lifetime.
 class FlushAs {
@@ -76,6 +80,38 @@ struct Loop {
 struct InTask {
   InTask() { in_task = true; }
   ~InTask() { in_task = false; }
+};
+
+// Threads that help the caller with a loop. Each helper shares ownership, because it may start after the loop has
+// ended.
+class Helpers {
+ public:
+  explicit Helpers(Loop& loop) : loop_(loop) {}
+
+  void help() {
+    if (inside_.fetch_add(1, std::memory_order_acquire) < kClosed) try {
+        const InTask mark;
+        loop_.work();
+      } catch (...) {
+        if (!failed_.exchange(true)) error_ = std::current_exception();
+      }
+    inside_.fetch_sub(1, std::memory_order_release);
+  }
+
+  // Wait for the helpers that have started; the others do nothing from now on. A caller that waited for all would block
+  // forever if it is a thread of the same pool and the others wait too.
+  void close() {
+    inside_.fetch_add(kClosed, std::memory_order_acquire);
+    while (inside_.load(std::memory_order_acquire) != kClosed) std::this_thread::yield();
+    if (failed_) std::rethrow_exception(error_);
+  }
+
+ private:
+  static constexpr int64_t kClosed = int64_t(1) << 32;
+  Loop& loop_;
+  std::atomic<int64_t> inside_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
 };
 
 constexpr int64_t kKeptBytes = 64 << 20;
@@ -114,8 +150,15 @@ void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads) {
   torch_get_num_threads = reinterpret_cast<GetNumThreads>(get_num_threads);
 }
 
+BorrowThreads::BorrowThreads(int64_t threads, Schedule schedule)
+    : threads(threads), schedule(std::move(schedule)), before_(borrowed) {
+  borrowed = this;
+}
+BorrowThreads::~BorrowThreads() { borrowed = before_; }
+
 int64_t thread_count() {
   if (in_task) return 1;
+  if (borrowed) return borrowed->threads;
   if (!torch_get_num_threads) throw std::logic_error("share_threads comes before the first loop");
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
@@ -130,6 +173,19 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
   Loop loop{task, count, flushes ? kFlush : control() & kFlush};
   const int64_t workers = count < threads ? count : threads;
   if (workers <= 1) return loop.work();
+  if (borrowed) {
+    const auto helpers = std::make_shared<Helpers>(loop);
+    for (int64_t i = 1; i < workers; ++i) borrowed->schedule([helpers] { helpers->help(); });
+    try {
+      const InTask mark;
+      loop.work();
+    } catch (...) {
+      loop.next = count;
+      helpers->close();
+      throw;
+    }
+    return helpers->close();
+  }
   const int32_t error = torch_parallel_for(
       0, workers, 1,
       [](int64_t begin, int64_t end, void* context) {

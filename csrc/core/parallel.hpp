@@ -1,4 +1,5 @@
-// Parallel loops on PyTorch's threads. A second pool would spin against PyTorch's and take ten times as long.
+// Parallel loops on the threads of PyTorch or XLA. A pool of our own would spin against theirs and take ten times as
+// long.
 #pragma once
 
 #include <stdint.h>
@@ -9,6 +10,23 @@ namespace blocksparse {
 
 // Use torch_parallel_for and torch_get_num_threads at these addresses in the libtorch_cpu of this process.
 void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads);
+
+// During its lifetime the parallel loops of the calling thread run on `threads` threads: the calling one, and others
+// that run what `schedule` gets, whenever they are free. Without it loops run on PyTorch's threads.
+class BorrowThreads {
+ public:
+  using Schedule = std::function<void(std::function<void()>)>;
+  BorrowThreads(int64_t threads, Schedule schedule);
+  ~BorrowThreads();
+  BorrowThreads(const BorrowThreads&) = delete;
+  BorrowThreads& operator=(const BorrowThreads&) = delete;
+
+  const int64_t threads;
+  const Schedule schedule;
+
+ private:
+  const BorrowThreads* const before_;
+};
 
 // During its lifetime subnormal operands and results count as 0 in the parallel loops of the calling thread; without
 // `flush` the loops follow the mode of that thread. Products of bfloat16 need it: the CPU's instructions for them

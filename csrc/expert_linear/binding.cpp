@@ -37,7 +37,8 @@ void py_expert_linear(const std::vector<const PyRowTasks*>& plans, const std::st
     require(
         plan && plan->features == first.features && plan->block == first.block && plan->transposed == first.transposed,
         "plans of one shape");
-    require(int64_t(plan->position.size()) == groups.blocks[e + 1] - groups.blocks[e], "a position for each block");
+    require(int64_t(plan->plan.position.size()) == groups.blocks[e + 1] - groups.blocks[e],
+            "a position for each block");
     tasks.push_back(&plan->tasks);
   }
   nb::gil_scoped_release release;

@@ -19,12 +19,16 @@ WITH_CODE = [DOCS / "index.md", *(page for page in PAGES if "```python" in page.
 ALL = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
 PUBLIC = ["", ".conversion", ".distributed", ".matmul", ".nn", ".patterns", ".sparsity", ".topology"]
 TRAINERS = ("transformers", "lightning")
+OPTIONAL = (*TRAINERS, "jax", "equinox", "nnx")
 PARTS = [
     *(f".integrations.{library}" for library in TRAINERS),
     ".checkpoint",
     ".convert",
     ".errors",
     ".integrations",
+    ".jax",
+    ".jax.equinox",
+    ".jax.nnx",
     ".layout",
     ".measure",
     ".topology.drawings",
@@ -34,7 +38,7 @@ PARTS = [
 @pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning", "ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(DOCS)))
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    for library in ("transformers", "accelerate", "sklearn"):
+    for library in ("transformers", "accelerate", "sklearn", "jax", "optax", "equinox"):
         if re.search(rf"^(import|from) {library}\b", page.read_text(), re.MULTILINE):
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
@@ -67,7 +71,7 @@ def imported(name):
     try:
         return importlib.import_module(name)
     except ImportError:
-        if name.rpartition(".")[2] not in TRAINERS:
+        if name.rpartition(".")[2] not in OPTIONAL:
             raise
 
 

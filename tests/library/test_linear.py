@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
@@ -28,28 +27,10 @@ from linear_backends import (
     running,
     wgrad,
 )  # fmt: skip
-from strategies import layouts
-
-BLOCKS = [1, 2, 3, 4, 5, 8, 16, 24, 32]
+from linear_cases import BLOCK_SIZES, PRODUCTS, STRIDES, strided
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 on_every_backend_in_its_dtypes = pytest.mark.parametrize(("backend", "dtype"), cases())
-
-
-def strided(rows: int, columns: int, dtype: torch.dtype, strides: str) -> torch.Tensor:
-    """Random numbers [rows, columns]: one way to lay them out in memory."""
-    if strides == "transposed":
-        return torch.randn(columns, rows, dtype=dtype).T
-    if strides == "rows apart":
-        return torch.randn(rows, columns + 3, dtype=dtype)[:, 2 : columns + 2]
-    if strides == "every other row":
-        return torch.randn(2 * rows, columns, dtype=dtype)[::2]
-    if strides == "one row for all":
-        return torch.randn(1, columns, dtype=dtype).expand(rows, columns)
-    return torch.randn(rows, columns, dtype=dtype)
-
-
-STRIDES = ["contiguous", "transposed", "rows apart", "every other row", "one row for all"]
 
 
 def check_products(backend, layout, tokens, dtype, activation=None, with_bias=True, strides="contiguous"):
@@ -75,16 +56,6 @@ def check_products(backend, layout, tokens, dtype, activation=None, with_bias=Tr
             assert_close(got, right, most, f"{name} by autograd", terms)
 
 
-PRODUCTS = {
-    "layout": layouts(max_grid=5, blocks=BLOCKS),
-    "tokens": st.sampled_from([0, 1, 2, 7, 16, 17, 33, 48, 65]),
-    "activation": st.sampled_from(list(ACTIVATIONS)),
-    "with_bias": st.booleans(),
-    "strides": st.sampled_from(STRIDES),
-    "seed": st.integers(0, 2**31),
-}
-
-
 def check_drawn(backend, dtype, seed, **drawn):
     torch.manual_seed(seed)
     with running(backend):
@@ -108,10 +79,9 @@ def test_products_of_triton_agree_with_float64(backend, dtype, **drawn):
 def of_blocks(backends):
     """(backend, dtype, block): in float32 and bfloat16 all blocks, in others some; one of each interpreted; on a GPU
     each way of cutting meets a third of them, other CPUs' kernels meet half, the others are `full`."""
-    blocks = [1, 4, 8, 16, 32, 64, 128, (8, 32), (32, 8), (16, 64), (12, 20), (128, 4)]
     for nth, case in enumerate(cases(backends)):
         backend, dtype = case.values
-        some = {torch.float64: [4, 16, (12, 20)], torch.float16: [1, 8, 64, (8, 32)]}.get(dtype, blocks)
+        some = {torch.float64: [4, 16, (12, 20)], torch.float16: [1, 8, 64, (8, 32)]}.get(dtype, BLOCK_SIZES)
         some = [(12, 20), 64, (128, 4), 8, (16, 64), 1][nth % 6 :][:1] if backend in SLOW else some
         for i, b in enumerate(some):
             seldom = (backend in GPU and (i + nth) % 3) or (backend in CPU and backend not in MAIN and i % 2)

@@ -11,17 +11,26 @@ from blocksparse.nn.recurrent import SparseOptions
 
 PACKAGES = ["", ".compression", ".conversion", ".distributed", ".nn", ".patterns", ".sparsity", ".topology"]
 MODULES = [".checkpoint", ".convert", ".errors", ".layout", ".matmul", ".measure"]
+FOR_JAX = {".jax": "jax", ".jax.equinox": "equinox", ".jax.nnx": "flax"}  # modules, and the library that each needs
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+def imported(name):
+    """Import a module of the library; skip the test without JAX and its libraries."""
+    if name in FOR_JAX:
+        pytest.importorskip("jax")
+        pytest.importorskip(FOR_JAX[name])
+    return importlib.import_module(f"blocksparse{name}")
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, ".jax"])
 def test_dir_shows_public_names_only(name):
-    package = importlib.import_module(f"blocksparse{name}")
+    package = imported(name)
     assert sorted(dir(package)) == sorted(package.__all__)
 
 
-@pytest.mark.parametrize("name", PACKAGES + MODULES)
+@pytest.mark.parametrize("name", [*PACKAGES, *MODULES, *FOR_JAX])
 def test_public_names_exist_and_are_documented(name):
-    module = importlib.import_module(f"blocksparse{name}")
+    module = imported(name)
     assert len(set(module.__all__)) == len(module.__all__)
     for public in module.__all__:
         assert not public.startswith("_")
@@ -38,9 +47,9 @@ def own_members(cls):
                 yield name
 
 
-@pytest.mark.parametrize("name", PACKAGES + MODULES)
+@pytest.mark.parametrize("name", [*PACKAGES, *MODULES, *FOR_JAX])
 def test_public_methods_and_properties_are_documented(name):
-    module = importlib.import_module(f"blocksparse{name}")
+    module = imported(name)
     classes = [public for name in module.__all__ if inspect.isclass(public := getattr(module, name))]
     # One that overrides a documented method needs no docstring of its own: `getdoc` finds the other.
     missing = [(cls, name) for cls in classes for name in own_members(cls) if not inspect.getdoc(getattr(cls, name))]
@@ -85,7 +94,7 @@ def test_a_cell_has_no_layers():
 
 @pytest.mark.parametrize("name", [*PACKAGES, ".matmul"])
 def test_arguments_are_documented(name):
-    module = importlib.import_module(f"blocksparse{name}")
+    module = imported(name)
     missing = {}
     for public in (getattr(module, name) for name in module.__all__):
         text = inspect.getdoc(public) or ""

@@ -11,6 +11,7 @@ from ...layout import BlockLayout
 from .. import cpu_core
 from ..checks import contiguous_features
 from ..cpu_core import DTYPES
+from ..cpu_plan import row_plan
 from ..linear import LINEAR
 from ..linear import cpu as linear_cpu
 from ..registry import features_of
@@ -41,7 +42,7 @@ def serves(layout: BlockLayout, x: Tensor) -> bool:
 def _groups(layout: BlockLayout, experts: int) -> _Groups:
     def make() -> _Groups:
         parts = parts_of(layout, experts)
-        plans = tuple([linear_cpu.tasks_of(part.layout, transpose) for part in parts] for transpose in (False, True))
+        plans = tuple([row_plan(part.layout, transpose) for part in parts] for transpose in (False, True))
         height = layout.grid[0] // experts
         return _Groups(
             (plans[0], plans[1]),
