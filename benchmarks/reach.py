@@ -25,6 +25,7 @@ from targets import (
     bfloat16,
     bounds,
     cold,
+    experts,
     int8,
     libxsmm,
     lstm,
@@ -57,6 +58,7 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "pixelcnn": ("targets of PixelCNN++", pixelcnn.rows, 4),
     "attention": ("targets of attention", attention.rows, 4),
     "windows": ("targets of attention in a window", windows.rows, 1),
+    "experts": ("targets of the experts of a mixture", experts.rows, 2),
 }
 
 

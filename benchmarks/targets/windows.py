@@ -1,6 +1,7 @@
-"""Time attention in a sliding window, with heads that share keys, and the decoding of one token with a cache.
+"""Time attention in a sliding window, the decoding of one token with a cache, and blocks chosen from the data.
 
-The baselines are PyTorch's attention with a mask, compiled FlexAttention, and reading the visible keys and values.
+The baselines are PyTorch's attention, dense or with a mask, compiled FlexAttention, and reading the visible keys and
+values.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from blocksparse import patterns
+from blocksparse import BlockSparseError, patterns
 from blocksparse.measure import ROUNDS
-from blocksparse.nn import attention
+from blocksparse.nn import attention, topk_blocks
 from blocksparse.ops.attention.gathered import Place
 from blocksparse.ops.attention.triton import TILE, block_mask
 from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
-from targets.rows import RowIterator, race
+from targets.memory import process_bytes, reset_peak, run_in_process
+from targets.rows import Row, RowIterator, format_mib, race, unmeasured_row
 
 # Largest relative L2 error against float32 attention with a mask.
 BOUND = 1e-5
 # Least speed-ups over attention with a mask, over FlexAttention, and of the rate at which keys and values are read.
 OVER_MASKED, OVER_FLEX, OF_READING = 3.0, 1.2, 0.9
+# Most memory of forward and backward of a long sequence, besides q, k, v and their gradients.
+LONG_BYTES = int(1.2 * 2**30)
+# Least speed-up over dense attention if this fraction of the blocks is chosen from the data.
+OVER_DENSE, CHOSEN = 4.0, 1 / 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class WindowSpec:
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
-    """Yield a row per baseline; `quick` uses small sizes.
+    """Yield a row per baseline, and one of memory; `quick` uses small sizes.
 
     Raises:
         BlockSparseError: outputs differ from those of attention with a mask.
@@ -69,6 +75,11 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
         if quick:
             decoding = WindowSpec(batch, 4, 2, 256, 32, 16, 16)
         yield from _decoding_rows(decoding, 3 if quick else ROUNDS, budget)
+    long = WindowSpec(1, 2, 2, 512, 64, 16, 16) if quick else WindowSpec(1, 8, 8, 96_000, 512)
+    yield _memory_row(long)
+    if not quick:
+        yield from _long_rows(long, 3, 3 * budget)
+    yield _chosen_row(WindowSpec(1, 2, 2, 512, 512, 16, 16) if quick else WindowSpec(1, 4, 4, 8192, 8192), 5, budget)
 
 
 def _forward_rows(spec: WindowSpec, rounds: int, budget: float, flex: bool) -> RowIterator:
@@ -124,3 +135,57 @@ def _decoding_rows(spec: WindowSpec, rounds: int, budget: float) -> RowIterator:
     details = {**asdict(spec), "error": error}
     peer = "the rate of reading"
     yield timed.row(f"decode one token, {spec}", "read", OURS, peer, details=details, least=OF_READING)
+
+
+# -- a long sequence ---------------------------------------------------------------------------------------------
+
+
+def _long_rows(spec: WindowSpec, rounds: int, budget: float) -> RowIterator:
+    """Yield the row of a forward pass; compiled FlexAttention has no backward pass on a CPU."""
+    calls = {OURS: forward(spec.ours(), *spec.operands(spec.tokens))}
+    calls["flex"] = forward(_flex(spec), *spec.operands(spec.tokens))
+    ours, flex = (call() for call in calls.values())
+    error = relative_error(ours, flex)  # type: ignore[arg-type]
+    check_errors(BOUND, {OURS: error}, "attention in a window", against="FlexAttention")
+    del ours, flex
+    details = {**asdict(spec), "error": error}
+    work = f"attention forward, {spec}, compiled"
+    yield race(calls, rounds, budget).row(work, "flex", OURS, "FlexAttention", details=details, least=1.0)
+
+
+def _memory_row(spec: WindowSpec) -> Row:
+    work, target = f"memory of attention forward + backward, {spec}", f"<= {format_mib(LONG_BYTES)} MiB"
+    try:
+        peak = run_in_process(measure_memory, asdict(spec))
+    except BlockSparseError as error:
+        return unmeasured_row(work, target, error)
+    text = f"{format_mib(peak)} MiB besides q, k, v and their gradients"
+    return Row(work, target, text, peak <= LONG_BYTES, {**asdict(spec), "peak": peak})
+
+
+def measure_memory(spec: dict[str, int]) -> int:
+    """Return the peak memory of forward and backward besides q, k, v and their gradients; runs in its own process."""
+    sizes = WindowSpec(**spec)
+    qkv = [each.requires_grad_() for each in sizes.operands(sizes.tokens)]
+    upstream = torch.ones(qkv[0].shape)
+    run = sizes.ours()
+    reset_peak()
+    before = process_bytes("VmRSS")
+    torch.autograd.grad(run(*qkv), qkv, upstream)
+    return process_bytes("VmHWM") - before - sum(each.nbytes for each in qkv)
+
+
+# -- blocks chosen from the data ---------------------------------------------------------------------------------
+
+
+def _chosen_row(spec: WindowSpec, rounds: int, budget: float) -> Row:
+    q, k, v = spec.operands(spec.tokens)
+    candidates = patterns.dense((spec.tokens, spec.tokens), spec.block)
+    blocks = round(CHOSEN * candidates.grid[1])
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, topk_blocks(q, k, candidates, blocks))
+
+    calls = {OURS: forward(ours, q, k, v), "dense": forward(F.scaled_dot_product_attention, q, k, v)}
+    work = f"choose {blocks} of {candidates.grid[1]} blocks, and attention forward, {spec}"
+    return race(calls, rounds, budget).row(work, "dense", OURS, "dense", details=asdict(spec), least=OVER_DENSE)

@@ -7,7 +7,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.measure import Samples
-from targets import attention, windows
+from targets import attention, experts, windows
 from targets.attention import AttentionProblem, AttentionSpec
 
 SPEC = AttentionSpec(tokens=64, d=8, block=8)
@@ -27,7 +27,18 @@ def test_rows_on_small_sizes():
 def test_rows_of_windows():
     works = [row.work for row in windows.rows(0.05, quick=True)]
     assert works[0] == "attention forward, window 64 of 256 tokens, 8 heads on 1, d 16, batch 1"
-    assert [work.split(",")[0] for work in works] == ["attention forward", *2 * ["decode one token"]]
+    assert [work.split(",")[0] for work in works] == [
+        "attention forward",
+        *2 * ["decode one token"],
+        "memory of attention forward + backward",
+        "choose 4 of 32 blocks",
+    ]
+
+
+def test_rows_of_experts():
+    rows = list(experts.rows(0.05, quick=True))
+    assert [row.target for row in rows] == [">= 3x a loop of dense experts", ">= 0.8x a dense layer", "-", "-"]
+    assert rows[0].work == ("2 of 6 experts of 32 units, 24 tokens of 64, forward + backward, density 0.5, block 16")
 
 
 @pytest.mark.parametrize(("seconds", "met"), [([3, 2, 1], True), ([3, 1, 2], False), ([2, 2, 1], False)])
