@@ -29,7 +29,7 @@ def test_gated_sums_and_gradients(backend, shape, dtype):
     wide = x.detach().double().requires_grad_(), pair.detach().double().requires_grad_()
     y = composed(*wide)
     for one, right in zip(got, (y, *torch.autograd.grad(y, wide, grad.double())), strict=True):
-        torch.testing.assert_close(one, right.to(dtype), rtol=2e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
+        torch.testing.assert_close(one, right.to(dtype), rtol=2e-6 if dtype != torch.bfloat16 else 1e-2, atol=5e-6)
 
 
 def test_gated_sums_differentiated_twice_and_in_other_memory():

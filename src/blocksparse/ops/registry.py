@@ -317,7 +317,7 @@ class LayoutOp(Op):
         layout = layout_from(indices, grid, block)
         named = zip(self.tensor_names, zip(tensors, shapes, strict=True), strict=True)
         check_tensors(x.dtype, x.device, self.dtypes, **dict(named))
-        return self.compute(tensors, layout, options).contiguous()  # as `_meta` tells compilers
+        return self.compute(tensors, layout, options).contiguous()  # compilers expect the strides of `_meta`
 
     def _meta(self, *arguments: Any) -> Tensor:
         """Return an empty tensor of the result's shape."""
