@@ -21,6 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import blocksparse.jax as bsj  # noqa: E402
+from blocksparse.jax import primitives  # noqa: E402
 
 LAYOUT = bs.patterns.random((12, 15), (2, 3), density=0.4, seed=0)
 
@@ -276,6 +277,17 @@ def test_donated_arrays_are_named():
     with pytest.raises(bs.BlockSparseError, match=r"^values: expected an array with memory"):
         bsj.linear(X, values, GOOD)
     assert jnp.allclose(jax.jit(bsj.linear, donate_argnums=0)(X + 0, VALUES, GOOD), bsj.linear(X, VALUES, GOOD))
+
+
+def test_a_jax_that_refuses_the_handlers_is_named(monkeypatch):
+    def refuse(*arguments, **options):
+        raise RuntimeError("API version 2.0")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    with pytest.raises(
+        bs.BlockSparseError, match=r"^JAX \d.* version 0\.1 of XLA's .*API version 2\.0.* install another"
+    ):
+        primitives._register(primitives.linear_p, "xla_linear")
 
 
 def test_layouts_have_to_be_block_layouts_that_int32_counts():

@@ -123,8 +123,15 @@ def _refuse_platform(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _register(primitive: Primitive, target: str) -> None:
-    handler = getattr(compiled_core.core(), target)
-    jax.ffi.register_ffi_target(f"blocksparse_{target}", handler, platform="cpu")
+    core = compiled_core.core()
+    try:
+        jax.ffi.register_ffi_target(f"blocksparse_{target}", getattr(core, target), platform="cpu")
+    except Exception as error:  # jaxlib chooses the class
+        version = ".".join(map(str, core.XLA_FFI_VERSION))
+        raise BlockSparseError(
+            f"JAX {jax.__version__} does not accept handlers for version {version} of XLA's foreign function interface "
+            f"({error}): install another version of JAX."
+        ) from error
     mlir.register_lowering(primitive, partial(_lower, f"blocksparse_{target}"), platform="cpu")
     mlir.register_lowering(primitive, _refuse_platform)
     primitive.def_impl(partial(_run_eagerly, primitive))
