@@ -37,17 +37,17 @@ def row_plan(layout: BlockLayout, transpose: bool) -> Any:
     >>> row_plan(hub, transpose=False).row  # the long row in two pieces, then the short one
     array([0, 0, 1], dtype=int32)
     """
-
-    def build() -> Any:
-        check_int32(layout)
-        return cpu_core.core().RowTasks(
-            grid=layout.grid, block=layout.block_shape, transposed=transpose, start=layout.row_start,
-            col=layout.col_of_block,
-        )  # fmt: skip
-
     # Every call needs it, and `derived` takes a tenth of the time of a small product.
     key = "linear tasks", transpose
-    return layout._derived.get(key) or layout.derived(key, build)
+    return layout._derived.get(key) or layout.derived(key, lambda: _plan_rows(layout, transpose))
+
+
+def _plan_rows(layout: BlockLayout, transpose: bool) -> Any:
+    check_int32(layout)
+    return cpu_core.core().RowTasks(
+        grid=layout.grid, block=layout.block_shape, transposed=transpose, start=layout.row_start,
+        col=layout.col_of_block,
+    )  # fmt: skip
 
 
 def check_int32(layout: BlockLayout) -> None:
