@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from linear_cases import BLOCK_SIZES, PRODUCTS, strided
 
 jax = pytest.importorskip("jax", reason="blocksparse.jax needs JAX: pip install jax")
 pytest.importorskip("blocksparse._core", reason="the compiled core is not there")
-jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
@@ -24,6 +24,14 @@ import blocksparse.jax as bsj  # noqa: E402
 from blocksparse.jax import primitives  # noqa: E402
 
 LAYOUT = bs.patterns.random((12, 15), (2, 3), density=0.4, seed=0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float64():
+    """Enable float64 for this module only, because examples in docstrings show float32."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
 
 
 def to_jax(tensor):
@@ -227,7 +235,7 @@ def test_a_layout_survives_a_round_trip():
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 GOOD = bsj.layout(LAYOUT)
-X, VALUES = jnp.ones((4, 15)), jnp.ones(GOOD.values_shape)
+X, VALUES = np.ones((4, 15)), np.ones(GOOD.values_shape)
 
 
 @pytest.mark.parametrize(
@@ -272,11 +280,13 @@ def test_indices_out_of_range_are_refused(layout):
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_donated_arrays_are_named():
-    values = VALUES + 1
+    values = jnp.asarray(VALUES) + 1
     jax.jit(lambda values: values + 1, donate_argnums=0)(values)
     with pytest.raises(bs.BlockSparseError, match=r"^values: expected an array with memory"):
         bsj.linear(X, values, GOOD)
-    assert jnp.allclose(jax.jit(bsj.linear, donate_argnums=0)(X + 0, VALUES, GOOD), bsj.linear(X, VALUES, GOOD))
+    assert jnp.allclose(
+        jax.jit(bsj.linear, donate_argnums=0)(jnp.asarray(X) + 0, VALUES, GOOD), bsj.linear(X, VALUES, GOOD)
+    )
 
 
 def test_a_jax_that_refuses_the_handlers_is_named(monkeypatch):
