@@ -34,6 +34,13 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
     assert again[0].data_ptr() != again[1].data_ptr()
 
 
+def test_the_latest_idle_buffer_is_taken_first():
+    idle = [workspace.empty(SHAPE, torch.float32, CPU) for _ in range(3)]
+    latest = idle[-1].data_ptr()
+    del idle
+    assert [workspace.empty(SHAPE, torch.float32, CPU).data_ptr() for _ in range(3)] == [latest] * 3
+
+
 def test_shape_dtype_and_strides():
     tensor = workspace.empty((3, 512, 700), torch.bfloat16, CPU)
     assert tensor.shape == (3, 512, 700)

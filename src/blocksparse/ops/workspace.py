@@ -24,6 +24,8 @@ MAX_BYTES = 2 << 30
 # An idle buffer is freed once this multiple of its size was requested since it was last taken: the many small buffers
 # of a sequence's steps must not drive out a large one.
 MAX_IDLE_FACTOR = 64
+# The number of buffers that were taken last and are searched first.
+LATEST = 8
 
 
 @dataclass(eq=False)
@@ -107,13 +109,12 @@ def _take_buffer(size: int) -> torch.UntypedStorage:
 def _smallest_fit(size: int) -> int | None:
     """Return the index of the smallest idle buffer of one to two times this size, or None.
 
-    The list is in the order of last use. A forward pass frees nothing, so idle buffers are at the front; a backward
-    pass frees the latest first. So the search goes from both ends inwards, and ends at the first of exactly this size.
+    The list is in the order of last use. The latest are searched first, as they may be in the CPU's caches. A forward
+    pass of training frees nothing, so its idle buffers are at the front. The search ends at the first of this size.
     """
     best, best_size = None, 2 * size + 1
-    count = len(_buffers)
-    for step in range(count):
-        at = step // 2 if step % 2 == 0 else count - 1 - step // 2
+    older = max(len(_buffers) - LATEST, 0)
+    for at in (*range(len(_buffers) - 1, older - 1, -1), *range(older)):
         buffer = _buffers[at]
         if not size <= buffer.size < best_size or not buffer.is_free:
             continue
