@@ -187,5 +187,6 @@ def _chosen_row(spec: WindowSpec, rounds: int, budget: float) -> Row:
         return attention(q, k, v, topk_blocks(q, k, candidates, blocks))
 
     calls = {OURS: forward(ours, q, k, v), "dense": forward(F.scaled_dot_product_attention, q, k, v)}
-    work = f"choose {blocks} of {candidates.grid[1]} blocks, and attention forward, {spec}"
+    sizes = f"{spec.tokens:,} tokens, {spec.heads} heads, d {spec.d}"
+    work = f"choose {blocks} of {candidates.grid[1]} blocks, and attention forward, {sizes}"
     return race(calls, rounds, budget).row(work, "dense", OURS, "dense", details=asdict(spec), least=OVER_DENSE)
