@@ -209,6 +209,28 @@ def test_nested_vmap_scan_and_checkpoint():
     assert jnp.allclose(saved, unrolled)
 
 
+def test_vmap_over_an_axis_of_size_0():
+    x, values = jnp.ones((2, 15)), jnp.ones((3, 0, *GOOD.values_shape))
+    product = partial(bsj.linear, x, layout=GOOD)
+    assert jax.vmap(product)(values[0]).shape == (0, 2, 12)
+    assert jax.vmap(jax.vmap(product))(values).shape == (3, 0, 2, 12)
+    gradient = jax.grad(lambda values: product(values).sum())
+    assert jax.vmap(gradient)(values[0]).shape == (0, *GOOD.values_shape)
+
+
+def test_disable_jit():
+    x, values = jnp.ones((2, 15)), jnp.ones(GOOD.values_shape)
+    gradient = jax.grad(lambda values: (bsj.linear(x, values, GOOD, activation="relu") ** 2).sum())
+    expected = gradient(values)
+    with jax.disable_jit():
+        assert np.array_equal(gradient(values), expected)
+
+
+def test_a_layout_of_other_leaves_has_a_repr():
+    assert repr(jax.tree.map(lambda _: None, GOOD)) == "Layout(shape=(12, 15), block_size=(2, 3), None, None)"
+    assert repr(jax.tree.map(jax.typeof, GOOD)) == repr(GOOD)
+
+
 def test_another_layout_uses_the_same_program():
     traces = []
 
@@ -271,7 +293,7 @@ def test_bad_arguments_are_named(arguments, message):
     ],
 )
 def test_indices_out_of_range_are_refused(layout):
-    # JAX chooses the class of the error: ValueError in new versions.
+    # JAX chooses the class of the error.
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"the compiled core: expected"):
         jax.block_until_ready(bsj.linear(X, VALUES, layout))
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"the compiled core: expected"):

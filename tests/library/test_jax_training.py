@@ -188,6 +188,14 @@ def test_arguments_of_layers_are_checked(make):
             make(**options)
 
 
+def test_a_random_layout_under_jit_is_named():
+    eqx = pytest.importorskip("equinox")
+    from blocksparse.jax.equinox import Linear
+
+    with pytest.raises(bs.BlockSparseError, match="outside of jit"):
+        eqx.filter_jit(lambda key: Linear(32, 24, density=0.5, block_size=8, key=key))(jax.random.key(0))
+
+
 def test_equinox_trains_values_and_leaves_indices():
     eqx, optax = pytest.importorskip("equinox"), pytest.importorskip("optax")
     layer, x, optimizer = equinox_layer(layout=LAYOUT), jnp.ones((4, 32), jnp.float32), optax.sgd(0.1)

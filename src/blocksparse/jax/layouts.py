@@ -80,6 +80,8 @@ class Layout:
         return layout_of_indices(np.asarray(self.row_start), np.asarray(self.col), self.grid, self.block_shape)
 
     def __repr__(self) -> str:
+        if not hasattr(self.col, "shape"):  # a tree of other leaves, for example axes of vmap or None
+            return f"Layout(shape={self.shape}, block_size={self.block_shape}, {self.row_start!r}, {self.col!r})"
         return f"Layout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz}, density={self.density:.4g})"
 
 

@@ -25,6 +25,8 @@ def initial_parameters(
 ) -> tuple[Layout, jax.Array, jax.Array | None]:  # fmt: skip
     """Return the layout, values and bias of a new layer, uniform within 1 / sqrt(fan_in) as in `bs.nn.Linear`."""
     layout_key, values_key, bias_key = jax.random.split(key, 3)
+    if stored is None and density is not None and isinstance(layout_key, jax.core.Tracer):
+        raise BlockSparseError("A random layout needs its key outside of jit and vmap: give the layer a layout.")
     shape = out_features, in_features
     if stored is not None:
         check_layout(stored)

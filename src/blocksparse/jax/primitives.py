@@ -143,7 +143,8 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...], *operan
 
 
 def _run_eagerly(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    return _compiled(primitive, tuple(params.items()), *operands)
+    with jax.disable_jit(False):  # a call of the core exists in compiled programs only
+        return _compiled(primitive, tuple(params.items()), *operands)
 
 
 _register(linear_p, "xla_linear")
@@ -230,13 +231,13 @@ def _linear_batched(operands: Operands, axes: Sequence[int | None], **params: An
     pairs = zip((x, values, start, col), (x_axis, values_axis, *index_axes), strict=True)
     x, values, start, col = (_merge(size, *pair) for pair in pairs)
     y = linear_p.bind(x, values, bias, start, col, **params)
-    return y.reshape(size, y.shape[0] // size, *y.shape[1:]), 0
+    return _split(y, size, operands[0], axes[0]), 0
 
 
 def _linear_wgrad_batched(operands: Operands, axes: Sequence[int | None], **params: Any) -> tuple[Any, int]:
     size = _vmap_size(operands, axes)
     values = linear_wgrad_p.bind(*map(partial(_merge, size), operands, axes), **params)
-    return values.reshape(size, values.shape[0] // size, *values.shape[1:]), 0
+    return _split(values, size, operands[0], axes[0]), 0
 
 
 def _vmap_size(operands: Operands, axes: Sequence[int | None]) -> int:
@@ -248,6 +249,12 @@ def _merge(size: int, operand: Any, axis: int | None) -> Any:
     """Return an operand of `size` batches of products as one of a batch that has all of them."""
     each = jnp.broadcast_to(operand, (size, *operand.shape)) if axis is None else jnp.moveaxis(operand, axis, 0)
     return each.reshape(size * each.shape[1], *each.shape[2:])
+
+
+def _split(result: Any, size: int, operand: Any, axis: int | None) -> Any:
+    """Return a result with the axis of vmap in front; the operand, before `_merge`, tells the products of each."""
+    products = next(length for i, length in enumerate(operand.shape) if i != axis)  # size may be 0
+    return result.reshape(size, products, *result.shape[1:])
 
 
 batching.primitive_batchers[linear_p] = _linear_batched

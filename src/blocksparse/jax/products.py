@@ -39,7 +39,8 @@ def linear(
     Raises:
         BlockSparseError: sizes do not fit the layout, dtypes are mixed, the activation is unknown, or an array was
             donated to another call; when jit compiles: the arrays are sharded outside of `shard_map`, or not on a CPU.
-        ValueError: the indices are not those of a layout, which only a run can see; JAX 0.7 raises its JaxRuntimeError.
+        ValueError or jax.errors.JaxRuntimeError, as JAX chooses: the indices are not those of a layout, which only
+            a run can see.
 
     Example:
         >>> import jax, jax.numpy as jnp, blocksparse as bs, blocksparse.jax as bsj
