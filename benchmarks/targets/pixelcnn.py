@@ -38,8 +38,8 @@ class PixelSpec:
 
 # The fastest way to four times the layers has a target.
 SPECS = (
-    PixelSpec(16, block_size=4, most=1.3),
-    PixelSpec(32, block_size=8, most=1.3),
+    PixelSpec(16, block_size=4, most=1.2),
+    PixelSpec(32, block_size=8, most=1.2),
     PixelSpec(16),
     PixelSpec(32),
     PixelSpec(16, groups=2, depth=2),

@@ -185,7 +185,7 @@ def test_the_benchmark_in_small():
     assert "depth x2" in row.work
     assert row.met is None
     assert json.dumps(row.details)
-    assert [spec.most for spec in pixelcnn_bench.SPECS] == [1.2, 1.2, None, None, None]
+    assert [spec.most for spec in pixelcnn_bench.SPECS] == [1.2, 1.2, None, None, None, None]
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ class Conv(LayoutOp):
             pair = (x, grad) if transpose else (grad, x)
             grad_values = CONV_WGRAD(pair, layout, (transposed != transpose, values.shape[3:], *steps))
         if needed[2]:
-            # Flattening images in planes would copy them.
-            flat = grad.reshape(-1, grad.shape[-1]) if grad.is_contiguous() else grad
+            # Flattening images in planes would copy them. A compiler cannot ask `is_contiguous` of unknown sizes.
+            flat = grad.reshape(-1, grad.shape[-1]) if grad.stride(-1) == 1 else grad
             grad_bias = flat.sum([*range(flat.dim() - 1)])
         return grad_x, grad_values, grad_bias
 
