@@ -241,9 +241,22 @@ def test_few_steps_at_the_target_are_reported(monkeypatch):
 
 
 def test_an_evaluation_that_is_nan_is_the_worst():
-    scores = itertools.cycle([torch.nan, 0.5])
+    scores = itertools.chain([0.9], itertools.cycle([torch.nan, 0.5]))
     result = bs.compress(Classifier().eval(), labelled(128), **options(), evaluate=lambda model: next(scores))
     assert [point.metric for point in result.curve[1:]] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        ({"evaluate": lambda model: torch.nan}, "evaluate: expected a number for the model as it is given, got nan"),
+        ({"loss": lambda output, batch: output.sum() * torch.nan}, "model: expected a finite loss on the held-out"),
+    ],
+    ids=["evaluate", "loss"],
+)
+def test_a_dense_model_without_a_finite_measure_is_refused(measure, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.compress(Classifier().eval(), labelled(128), **options(), **measure)
 
 
 def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, monkeypatch):

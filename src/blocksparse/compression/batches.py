@@ -150,6 +150,10 @@ class BatchReader:
             why = f"the model returns a {type(output).__name__}, not a tensor of scores"
         elif not _are_classes(labels[0], output):
             why = f"labels of {describe(labels)} are not one class for each row of scores {list(output.shape)}"
+            integers = isinstance(labels[0], Tensor) and not labels[0].is_floating_point()
+            if integers and labels[0].numel() and labels[0].shape == output.shape[:-1]:
+                low, high = (value.item() for value in labels[0].long().aminmax())
+                why += f" (they are from {low} to {high})"
         else:
             return
         warnings.warn(

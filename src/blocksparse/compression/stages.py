@@ -122,7 +122,13 @@ class CompressionRun:
         try:
             if not resumed:
                 loss, agreed = self.training.evaluate()
-                self.curve.append(Point(1.0, 1.0, agreed, loss, self._metric(), self.training.budget.elapsed))
+                metric = self._metric()
+                if math.isinf(loss):
+                    got = "inf or nan (check loss= and the labels)"
+                    raise BlockSparseError.expected("model", "a finite loss on the held-out data", got)
+                if metric is not None and math.isnan(metric):
+                    raise BlockSparseError.expected("evaluate", "a number for the model as it is given", "nan")
+                self.curve.append(Point(1.0, 1.0, agreed, loss, metric, self.training.budget.elapsed))
                 plan = self._choose_weights(skip)
                 if not plan.layouts:
                     return self._result(modes)
