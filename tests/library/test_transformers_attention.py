@@ -17,12 +17,16 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 MODELS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
     "mistral": lambda: transformers.MistralForCausalLM(
         transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=50)
     ),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "modernbert": lambda: transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(**SIZES, **TOKENS, local_attention=40)  # its second layer has a window
+    ),
 }
 
 

@@ -55,8 +55,8 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = right = None
     if sliding_window is not None:
-        # The library's windows: the query and the keys before it, or this distance on both sides.
-        left, right = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+        # As with flash-attn: models whose windows reach this distance on both sides pass one more.
+        left = right = sliding_window - 1
     right = 0 if causal else right
     config = getattr(module, "config", None)
     layout = _layout_of(getattr(config, "blocksparse_attention", None), keys, left, right)
