@@ -62,6 +62,29 @@ def test_choice_outputs_and_gradients(name, blocks):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_sequences_with_layouts_of_their_own_may_be_padded(return_lse, compiled):
+    candidates, lengths = bs.patterns.sliding_window(90, 90, 16), torch.tensor([90, 37])
+
+    def run(q, k, v, lengths):
+        layouts = bs.nn.topk_blocks(q, k, candidates, 3)
+        return bs.nn.attention(q, k, v, layouts, True, sinks=torch.ones(4), lengths=lengths, return_lse=return_lse)
+
+    q, k, v = draw()
+    torch._dynamo.reset()
+    both = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v, lengths) if compiled else None
+    both = run(q, k, v, lengths) if both is None else both
+    with torch.no_grad():
+        k[1, :, 48:] = torch.nan  # in blocks of padding only
+    alone = [run(*(x[i, None] for x in (q, k, v)), lengths[i, None]) for i in range(2)]
+    expected = tuple(map(torch.cat, zip(*alone, strict=True))) if return_lse else torch.cat(alone)
+    tokens = torch.arange(90)[:, None] < lengths[:, None, None, None]
+    for y, z in zip(both, expected, strict=True) if return_lse else [(both, expected)]:
+        real = tokens if y.dim() == 4 else tokens[..., 0]
+        torch.testing.assert_close(y.where(real, 0), z.where(real, 0))
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_compiled_graphs_serve_any_choice(batch):
     torch._dynamo.reset()

@@ -50,7 +50,7 @@ def attention(
         v: `[batch, key heads, keys, d_v]`.
         layout: of shape (queries, keys), rounded up to whole blocks; one for all heads, or a list with one per head of
             q, or per sequence and head, as `topk_blocks` returns it. If there are fewer queries than keys, a layout of
-            shape (keys, keys) serves its last rows.
+            shape (keys, keys) serves its last rows; so does one of (queries, keys) that rounds up to the same shape.
         causal: query i sees only keys up to its own position. Queries end where the keys end, so this position is
             i + keys - queries.
         scale: the factor of the scores; d^-0.5 by default.
@@ -172,10 +172,16 @@ def _attention_per_sequence(
 ) -> Any:  # fmt: skip
     """Return attention with a layout for each head of each sequence: the heads of all sequences are those of one."""
     check_sinks(options["sinks"], q)
-    if options["lengths"] is not None:
-        expected = "None if each sequence has layouts of its own"
-        raise BlockSparseError.expected("lengths", expected, options["lengths"])
     shape = q.shape[:2]
+    lengths = check_lengths(options["lengths"], q, k.shape[2])
+    if lengths is not None:
+        heads = shape[1]
+        each = [
+            attention(q[i, None], k[i, None], v[i, None], layouts[i * heads : (i + 1) * heads], causal, scale,
+                      **options | {"lengths": lengths[i, None]})
+            for i in range(shape[0])
+        ]  # fmt: skip
+        return tuple(map(torch.cat, zip(*each, strict=True))) if options["return_lse"] else torch.cat(each)
     if options["sinks"] is not None:
         options = options | {"sinks": options["sinks"].repeat(shape[0])}
     q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
