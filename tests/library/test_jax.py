@@ -275,6 +275,7 @@ X, VALUES = np.ones((4, 15)), np.ones(GOOD.values_shape)
         ({"layout": bsj.Layout(GOOD.row_start, GOOD.col * 1.0, GOOD.grid, GOOD.block_shape)}, "^layout.col: expected"),
         ({"bias": jnp.ones(11)}, r"^bias: expected float64 \[12\]"),
         ({"activation": "tanh"}, r"^activation: expected one of \[None, 'relu', 'gelu', 'silu'\], got 'tanh'"),
+        ({"activation": ["relu"]}, r"^activation: expected one of"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(arguments, message):

@@ -93,6 +93,8 @@ def test_the_state_of_an_optimizer_follows():
     ("call", "message"),
     [
         (lambda key, values, layout: bsj.set_step(key, values, layout, 1.5), r"^fraction: expected a number from 0"),
+        (lambda key, values, layout: bsj.set_step(key, values, layout, "half"), r"^fraction: expected .* got 'half'"),
+        (lambda key, values, layout: bsj.set_step(key, values, layout, jnp.float32(2)), r"^fraction: .* got 2\.0"),
         (lambda key, values, layout: bsj.set_step(key, values[1:], layout), r"^values: expected shape"),
         (lambda key, values, layout: bsj.set_step(key, values, LAYOUT), r"^layout: expected a pytree"),
         (lambda key, values, layout: bsj.rigl_step(values, values, layout), r"^grad: expected shape \(24, 32\)"),

@@ -88,8 +88,8 @@ def _product(x: Any, values: Any, layout: Layout, bias: Any, activation: str | N
     if x.dtype != values.dtype or x.dtype.name not in DTYPES:
         got = f"x {x.dtype.name} and values {values.dtype.name}"
         raise BlockSparseError.expected("dtypes", f"one of {', '.join(DTYPES)} for all arrays", got)
-    if activation is not None and (activation not in primitives.ACTIVATIONS or activation == "none"):
-        known = [None, *(name for name in primitives.ACTIVATIONS if name != "none")]
+    known = [None, *(name for name in primitives.ACTIVATIONS if name != "none")]
+    if activation not in known:
         raise BlockSparseError.expected("activation", f"one of {known}", repr(activation))
     if bias is not None:
         bias = checked_array("bias", bias)

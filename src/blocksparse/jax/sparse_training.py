@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..checked import number
 from ..errors import BlockSparseError
 from .layouts import Layout, check_jax_layout
 from .products import check_values, checked_array
@@ -130,8 +131,8 @@ def _replace(
     values: jax.Array, layout: Layout, growth: jax.Array, fraction: Any
 ) -> tuple[jax.Array, Layout, jax.Array]:
     """Replace the fraction of the blocks with the smallest norms by the free ones with the largest growth scores."""
-    if not isinstance(fraction, jax.Array) and not 0 <= fraction <= 1:
-        raise BlockSparseError.expected("fraction", "a number from 0 to 1", repr(fraction))
+    if not isinstance(fraction, jax.core.Tracer):
+        number("fraction", fraction.item() if isinstance(fraction, jax.Array) and not fraction.ndim else fraction, 0, 1)
     (rows, cols), nnz = layout.grid, layout.nnz
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     smallest = jnp.argsort((wide**2).sum((1, 2)), stable=True)
