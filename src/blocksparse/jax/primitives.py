@@ -252,7 +252,7 @@ def _merge(size: int, operand: Any, axis: int | None) -> Any:
 
 
 def _split(result: Any, size: int, operand: Any, axis: int | None) -> Any:
-    """Return a result with the axis of vmap in front; `operand`, before `_merge`, has the number of products of each."""
+    """Return a result with the axis of vmap in front; `operand`, before `_merge`, shows the number of products."""
     products = next(length for i, length in enumerate(operand.shape) if i != axis)  # size may be 0
     return result.reshape(size, products, *result.shape[1:])
 
