@@ -124,8 +124,8 @@ def test_bad_input():
     with pytest.raises(bs.BlockSparseError, match="q: expected as many queries as the layout has rows"):
         bs.nn.topk_blocks(q[:, :, :16], k, dense, 2)
     layouts = bs.nn.topk_blocks(q, k, dense, 2)
-    with pytest.raises(bs.BlockSparseError, match="lengths: expected None if each sequence has layouts of its own"):
-        bs.nn.attention(q, k, v, layouts, lengths=[90, 80])
+    with pytest.raises(bs.BlockSparseError, match="lengths: expected "):
+        bs.nn.attention(q, k, v, layouts, lengths=[90])
     with pytest.raises(
         bs.BlockSparseError, match="layout: expected one for each of 4 heads, or for each of 2 x 4 heads"
     ):
