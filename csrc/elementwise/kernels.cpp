@@ -164,10 +164,8 @@ template <class E>
 void gated_sum(const GatedSum& c, const RowsPart& part) {
   using Storage = typename E::Storage;
   for (int64_t row = part.first_row; row < part.last_row; ++row) {
-    const Storage *const x = static_cast<const Storage*>(c.x) + row * c.features, *const a =
-                                                                                      static_cast<const Storage*>(
-                                                                                          c.pair) +
-                                                                                      2 * row * c.features;
+    const Storage* const x = static_cast<const Storage*>(c.x) + row * c.features;
+    const Storage* const a = static_cast<const Storage*>(c.pair) + 2 * row * c.features;
     Storage* const y = static_cast<Storage*>(c.to) + row * c.features;
     in_vectors<E>(part.begin, part.end, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
       const auto gate = logistic(read_units<E>(a + c.features + i, count));
@@ -180,10 +178,8 @@ template <class E>
 void gated_sum_backward(const GatedSum& c, const RowsPart& part) {
   using Storage = typename E::Storage;
   for (int64_t row = part.first_row; row < part.last_row; ++row) {
-    const Storage *const grad = static_cast<const Storage*>(c.grad) + row * c.features, *const a =
-                                                                                            static_cast<const Storage*>(
-                                                                                                c.pair) +
-                                                                                            2 * row * c.features;
+    const Storage* const grad = static_cast<const Storage*>(c.grad) + row * c.features;
+    const Storage* const a = static_cast<const Storage*>(c.pair) + 2 * row * c.features;
     Storage* const to = static_cast<Storage*>(c.to) + 2 * row * c.features;
     in_vectors<E>(part.begin, part.end, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
       const auto gate = logistic(read_units<E>(a + c.features + i, count)), g = read_units<E>(grad + i, count) * gate;
