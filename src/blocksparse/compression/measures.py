@@ -57,10 +57,20 @@ def density_of(model: nn.Module, without: Collection[str] = (), full: int = 0) -
         without: names of modules that do not count.
         full: parameters of dense weights that count too, because they keep all of their blocks.
     """
+    weights = _stored_weights(model, without)
+    dense = dense_size(model, without) + full
+    return (sum(module.values.numel() for module in weights) + full) / dense if weights else 1.0
+
+
+def dense_size(model: nn.Module, without: Collection[str] = ()) -> float:
+    """Return the parameters that all block-sparse weights would have if they were dense, padding included."""
+    return sum(module.values.numel() / module.layout.density for module in _stored_weights(model, without))
+
+
+def _stored_weights(model: nn.Module, without: Collection[str]) -> list[BlockSparseModule]:
+    """Return the block-sparse weights that store blocks, except for those of the modules named in `without`."""
     modules = (module for name, module in model.named_modules() if name not in without)
-    weights = [module for module in modules if isinstance(module, BlockSparseModule) and module.layout.nnz]
-    dense = sum(module.values.numel() / module.layout.density for module in weights)
-    return (sum(module.values.numel() for module in weights) + full) / (dense + full) if weights else 1.0
+    return [module for module in modules if isinstance(module, BlockSparseModule) and module.layout.nnz]
 
 
 @torch.no_grad()

@@ -28,10 +28,9 @@ from ..conversion.sparsify import (
 )
 from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
-from ..nn.module import BlockSparseModule
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
-from .measures import calls_weights, density_of, sparse_modules, speedup_of
+from .measures import calls_weights, dense_size, density_of, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
@@ -326,11 +325,7 @@ class CompressionRun:
         skip = [*(weight.name for weight in prunable(self.student, 1)), *self.sparse_before]
         scores = None if optimizer is None else block_saliency(self.student, optimizer, self.sparse_before)
         more: dict[str, Any] = {"optimizer": optimizer, "criterion": scores, "force": True, "inplace": True}
-        size = sum(
-            module.values.numel() / module.layout.density
-            for name, module in self.student.named_modules()
-            if isinstance(module, BlockSparseModule) and name not in self.sparse_before
-        )
+        size = dense_size(self.student, self.sparse_before)
         with _without_warnings(), suppress(BlockSparseError):  # raised if less than a block would be dropped
             sparsify(self.student, self._without_full(density, size), skip=skip, **more)
         self.speedup, self.steps_before = 0.0, self.training.budget.spent_steps
