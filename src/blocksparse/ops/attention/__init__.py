@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -154,9 +154,7 @@ def _attention_with_sink_tokens(
     crops = [layout[:, : -(-keys // layout.block_shape[1])] for layout in layouts]
     rules = rules._replace(left=None, right=None, spans=before)
     other_y, other_lse = run_attention(q, k[:, :, :keys], v[:, :, :keys], crops, rules, None, return_lse=True)
-    assert lse is not None
-    assert other_lse is not None
-    y, lse = merge(y, lse, other_y, other_lse)
+    y, lse = merge(y, cast("Tensor", lse), other_y, cast("Tensor", other_lse))
     return (y, lse) if sinks is None else add_sinks(y, lse, sinks)
 
 
