@@ -150,7 +150,7 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
         if not isinstance(about, dict) or not isinstance(sums, dict) or sums.keys() != tensors.keys():
             raise ValueError("its description is not that of a checkpoint")
         for name, tensor in tensors.items():
-            if (found := _checksum(_bytes(tensor))) != sums[name]:
+            if (found := _checksum(bytes_of(tensor))) != sums[name]:
                 expected = f"{name} as it was written, with checksum {sums[name]}"
                 raise BlockSparseError.expected(str(path), expected, f"{found}: the file is damaged")
     yield tensors, about
@@ -294,7 +294,7 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor | TensorStream], metada
     for name in order:
         tensor, checksum = tensors[name], 0
         for piece in tensor.pieces if isinstance(tensor, TensorStream) else [tensor]:
-            data = _bytes(piece)
+            data = bytes_of(piece)
             checksum = zlib.crc32(data, checksum)
             file.write(data)
         sums[name] = f"{checksum:08x}"
@@ -320,9 +320,10 @@ def _header(
     return text[:at] + _checksum(text).encode() + text[at + len(_ZEROS) :]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's memory as bytes, in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's numbers as bytes, in row-major order; no copy if they are in that order on the CPU."""
+    dense = tensor.detach().cpu().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # A contiguous tensor of one number can have any stride.
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
@@ -330,7 +331,7 @@ def checksum_of(tensors: Iterable[Tensor]) -> str:
     """Return the CRC-32 of tensors, one after the other, as 8 hexadecimal digits."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(_bytes(tensor), checksum)
+        checksum = zlib.crc32(bytes_of(tensor), checksum)
     return f"{checksum:08x}"
 
 

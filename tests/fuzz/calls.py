@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from blocksparse.checkpoint import bytes_of
 from blocksparse.ops import cpu_core
 
 DTYPES = {str(dtype)[6:]: dtype for dtype in cpu_core.DTYPES}
@@ -73,7 +74,7 @@ def _tensors(results) -> list[Tensor]:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have equal bits."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return one.shape == other.shape and bytes_of(one) == bytes_of(other)
 
 
 def sum_bound(terms: Tensor, count: int, dtype: torch.dtype) -> Tensor:

@@ -57,6 +57,13 @@ def test_every_dtype_at_any_place_and_as_safetensors_reads_it(path, dtype):
     same(load_file(path), tensors)
 
 
+def test_a_tensor_of_one_number_with_any_stride(path):
+    tensors = {"x": torch.arange(8.0)[3:8:4][:1]}
+    assert tensors["x"].stride() == (4,)
+    checkpoint.save(path, tensors, {})
+    same(checkpoint.load(path)[0], tensors)
+
+
 def test_a_dtype_that_the_format_has_not(path):
     checkpoint.save(path, {}, {"step": 1})
     with pytest.raises(BlockSparseError, match=r"z: expected one of torch.float64, .*, got torch.complex64"):

@@ -57,6 +57,12 @@ def test_on_each_backend(backend):
         torch.testing.assert_close(grad, (dense * values).sum((1, 2)), atol=1e-3, rtol=0)
 
 
+def test_a_gate_of_one_block_with_any_stride():
+    layout = bs.patterns.block_diagonal((16, 16), block_size=16)
+    gate, x, values = torch.arange(8.0)[3:8:4][:1], torch.randn(5, 16), torch.randn(1, 16, 16)
+    torch.testing.assert_close(bs.linear(x, values, layout, gate=gate), bs.linear(x, 3 * values, layout))
+
+
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
 def test_first_and_second_gradients(name, any_backend):
     call = OPS[name].call

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint import bytes_of
 from ..errors import BlockSparseError
 from ..indices import LARGE
 from ..layout import BlockLayout
@@ -39,7 +40,7 @@ def apply_gate(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tenso
         if readable:
             _refuse_nan(gate)
         return values * _per_block(gate, values), layout
-    numbers = gate.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    numbers = bytes_of(gate).tobytes()
     # Gates are compared by content, because version counters miss writes through `.data` and by fused optimizers. For
     # the same reason the product of values and gates cannot be cached between calls.
     cache: dict[object, _OpenBlocks] = layout.derived("gates", dict)

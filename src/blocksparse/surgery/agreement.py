@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint import bytes_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
@@ -107,7 +108,7 @@ def digest(*facts: object) -> int:
     for fact in facts:
         if isinstance(fact, Tensor):
             hashed.update(f"{fact.dtype}, {list(fact.shape)}".encode())
-            fact = fact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            fact = bytes_of(fact)
         hashed.update(fact if isinstance(fact, bytes | memoryview) else repr(fact).encode())
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
