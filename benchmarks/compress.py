@@ -3,9 +3,10 @@
     python benchmarks/compress.py --data DIR --net mlp                    one net, all ways
     python benchmarks/compress.py --data DIR --net gpt --ways compress    one way; results of the others are kept
 
-Every way gets the same training batches and the same number of steps after the dense training, or with --minutes the
-same time. None of them sees the test data. Dense nets are stored in a folder and loaded from it next time. Results are
-stored in benchmarks/results/compress-<net>.json, so that an interrupted program resumes with the missing ways.
+Every way gets the same training batches, and after the dense training as many seconds as `compress` took with the same
+seed. Seconds are those of the processor on one thread, so that other programs do not count. None of the ways sees the
+test data. Dense nets are stored in a folder and loaded from it next time. Results are stored in
+benchmarks/results/compress-<net>.json, so that an interrupted program resumes with the missing ways.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from trained_nets import Sequences
 
 RESULTS = Path(__file__).parent / "results"
 Batches = list[tuple[Tensor, Tensor]]
+# A model and how many steps it was trained for.
+Trained = tuple[nn.Module, int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Task:
         epochs: passes of the dense training over `train`.
         rate: highest learning rate of the dense training and of the ways that are trained by hand.
         in_bits: whether the metric is bits per label instead of accuracy in percent.
-        minutes: the time of each way; None if it gets a number of steps.
+        seconds: the processor time of a way that is trained by hand; None before `compress` has run.
     """
 
     make: Callable[[float], nn.Module]
@@ -62,7 +65,7 @@ class Task:
     epochs: float
     rate: float = 1e-3
     in_bits: bool = False
-    minutes: float | None = None
+    seconds: float | None = None
 
     @property
     def example(self) -> tuple[Tensor]:
@@ -84,7 +87,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one way with one seed; `steps` is 0 if the time was given instead."""
+    """The result of one way with one seed; `seconds` are those of the processor."""
 
     way: str
     seed: int
@@ -235,8 +238,13 @@ def fit(
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     method: Callable[[torch.optim.Optimizer, int], Any] | None = None,
     after_step: Callable[[], object] = lambda: None,
-) -> Any:
-    """Train a model with AdamW and one cycle of the rate; return what `method` made of the optimizer and the steps."""
+) -> tuple[int, Any]:
+    """Train a model with AdamW and one cycle of the rate.
+
+    Returns:
+        the number of steps: `steps`, or as many as take `task.seconds`; and what `method` makes of the optimizer and
+        that number.
+    """
 
     def take_step(x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -247,9 +255,9 @@ def fit(
         after_step()
 
     model.train()
-    if task.minutes is not None:
+    if task.seconds is not None:
         before, trial = copy.deepcopy(model.state_dict()), torch.optim.AdamW(model.parameters(), task.rate)
-        steps = _steps_within(task.minutes, lambda: take_step(*task.train[0], trial))
+        steps = _steps_within(task.seconds, lambda: take_step(*task.train[0], trial))
         model.load_state_dict(before)
     optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.01)
     warm_up = max(0.1, min(0.9, 1.5 / steps))  # OneCycleLR divides by zero if it is exactly one step
@@ -260,17 +268,16 @@ def fit(
         schedule.step()
         if pruner is not None:
             pruner.step()
-    return pruner
+    return steps, pruner
 
 
-def _steps_within(minutes: float, take_step: Callable[[], object]) -> int:
-    """Return how many steps take these minutes, from the median time of a few."""
-    times = [time.monotonic()]
+def _steps_within(seconds: float, take_step: Callable[[], object]) -> int:
+    """Return how many steps take these seconds of the processor, from the median time of a few."""
+    times = [time.process_time()]
     for _ in range(12):
         take_step()
-        times.append(time.monotonic())
-    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(times[2:]))
-    return max(2, round(60 * minutes / seconds))
+        times.append(time.process_time())
+    return max(2, round(seconds / statistics.median(end - begin for begin, end in itertools.pairwise(times[2:]))))
 
 
 def _forever(batches: Batches, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -295,13 +302,12 @@ def dense_net(task: Task, file: Path, seed: int = 0) -> nn.Module:
 # -- ways --------------------------------------------------------------------------------------------------------
 
 
-def by_compress(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def by_compress(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Call `bs.compress` with inputs and labels."""
-    budget: dict[str, Any] = {"steps": steps} if task.minutes is None else {"minutes": task.minutes}
-    return bs.compress(dense, task.train, density, **budget, example=task.example, seed=seed).model
+    return bs.compress(dense, task.train, density, steps=steps, example=task.example, seed=seed).model, steps
 
 
-def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Prune blocks gradually in the first half of a training on labels."""
     model = copy.deepcopy(dense)
 
@@ -309,10 +315,11 @@ def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: in
         end, every = max(1, steps // 2), max(1, steps // 40)
         return bs.sparsity.GradualPruning(model, optimizer, density, begin=0, end=end, every=every)
 
-    return fit(task, model, steps, seed, method=method).finish()
+    steps, pruner = fit(task, model, steps, seed, method=method)
+    return pruner.finish(), steps
 
 
-def from_scratch(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def from_scratch(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Train a block-sparse net on labels from the start."""
     torch.manual_seed(seed)
     model = bs.sparsify(task.make(1.0), density, force=True)
@@ -320,11 +327,10 @@ def from_scratch(task: Task, dense: nn.Module, density: float, steps: int, seed:
         for module in model.modules():
             if isinstance(module, BlockSparseModule):
                 module.values.div_(module.layout.density**0.5)
-    fit(task, model, steps, seed)
-    return model
+    return model, fit(task, model, steps, seed)[0]
 
 
-def smaller(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def smaller(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Distil the dense net, and labels, into a narrower dense net with about `density` of its parameters."""
     torch.manual_seed(seed)
     model = task.make(density**-0.5)
@@ -334,11 +340,10 @@ def smaller(task: Task, dense: nn.Module, density: float, steps: int, seed: int)
         value = distillation(x)
         return value + F.cross_entropy(distillation.output.flatten(0, -2), y.flatten())
 
-    fit(task, model, steps, seed, loss=loss)
-    return model
+    return model, fit(task, model, steps, seed, loss=loss)[0]
 
 
-def unstructured(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def unstructured(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Keep the largest single weights and train them on labels: a reference of accuracy, not of speed."""
     model = copy.deepcopy(dense)
     weights = [each for each in model.parameters() if each.dim() > 1]
@@ -353,18 +358,16 @@ def unstructured(task: Task, dense: nn.Module, density: float, steps: int, seed:
             weight.mul_(kept)
 
     mask()
-    fit(task, model, steps, seed, after_step=mask)
-    return model
+    return model, fit(task, model, steps, seed, after_step=mask)[0]
 
 
-def finetuned(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> nn.Module:
+def finetuned(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Train the dense net for as many steps more."""
     model = copy.deepcopy(dense)
-    fit(task, model, steps, seed)
-    return model
+    return model, fit(task, model, steps, seed)[0]
 
 
-WAYS: dict[str, Callable[[Task, nn.Module, float, int, int], nn.Module]] = {
+WAYS: dict[str, Callable[[Task, nn.Module, float, int, int], Trained]] = {
     "compress": by_compress,
     "gradual": gradually,
     "scratch": from_scratch,
@@ -383,11 +386,12 @@ def speedup(model: nn.Module, dense: nn.Module, x: Tensor) -> float:
 
 def outcome(task: Task, dense: nn.Module, way: str, density: float, steps: int, seed: int) -> Outcome:
     """Return what a way reaches."""
-    begin = time.monotonic()
+    begin = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bs.SparsityWarning)
-        model = WAYS[way](task, dense, density, steps, seed).eval()
-    seconds = time.monotonic() - begin
+        model, steps = WAYS[way](task, dense, density, steps, seed)
+    seconds = time.process_time() - begin
+    model.eval()
     count = density_of(model)
     return Outcome(way, seed, steps, task.metric(model), count, speedup(model, dense, task.example[0]), seconds)
 
@@ -407,8 +411,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with fashion_mnist, cifar-10-batches-py, aclImdb and text")
     parser.add_argument("--net", choices=tuple(TASKS), required=True, help="the net")
     parser.add_argument("--density", type=float, default=0.15, help="fraction of parameters to keep")
-    parser.add_argument("--steps", type=int, default=600, help="training steps of each way")
-    parser.add_argument("--minutes", type=float, help="time of each way, instead of --steps")
+    parser.add_argument("--steps", type=int, default=600, help="training steps of compress")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--ways", default=",".join(WAYS), help="names of ways, separated by commas")
     parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "compress", help="trained nets")
@@ -418,9 +421,7 @@ def main() -> None:
     out = arguments.out or RESULTS / f"compress-{arguments.net}.json"
     task = TASKS[arguments.net](arguments.data)
     dense = dense_net(task, arguments.kept / f"{arguments.net}.pt")
-    task = replace(task, minutes=arguments.minutes)
-    budget = {"steps": arguments.steps} if arguments.minutes is None else {"minutes": arguments.minutes}
-    settings = {"net": arguments.net, "density": arguments.density, **budget}
+    settings = {"net": arguments.net, "density": arguments.density, "steps": arguments.steps}
     content = read_json(out) if out.is_file() else {}
     before = report.rows(content["outcomes"]) if content.get("settings") == settings else []
     outcomes = [Outcome(**each) for each in before]
@@ -431,14 +432,17 @@ def main() -> None:
     for seed, way in itertools.product(range(arguments.seeds), arguments.ways.split(",")):
         if any((each.way, each.seed) == (way, seed) for each in outcomes):
             continue
-        outcomes.append(outcome(task, dense, way, arguments.density, budget.get("steps", 0), seed))
+        seconds = {each.seed: each.seconds for each in outcomes if each.way == "compress"}
+        if way != "compress" and seed not in seconds:
+            parser.error(f"--ways: expected compress before {way}, whose seconds all ways get")
+        contender = task if way == "compress" else replace(task, seconds=seconds[seed])
+        outcomes.append(outcome(contender, dense, way, arguments.density, arguments.steps, seed))
         console.print(table(outcomes[-1:])[-1])
         about = {"machine": machine(), "settings": settings, "unit": unit, "dense": dense_metric}
-        each_got = f"{arguments.steps} training steps" if task.minutes is None else f"{task.minutes:g} minutes"
         caption = (
             f"# Compression of {arguments.net} to density {arguments.density:g}\n\n"
-            f"The metric is {unit}. Every way but dense got {each_got}. Speed-ups compare the "
-            "fastest calls of the whole net and of the dense one, on a busy machine."
+            f"The metric is {unit}. Every way but dense got the seconds of `compress` with the same seed, on one "
+            "thread. Speed-ups compare the fastest calls of the whole net and of the dense one, on a busy machine."
         )
         dense_row = Outcome("dense", 0, 0, dense_metric, 1.0, 1.0, 0.0)
         rows = report.columns([asdict(each) for each in outcomes])

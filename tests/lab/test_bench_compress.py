@@ -51,7 +51,8 @@ def test_compress_runs_on_every_kind_of_net(net):
 @pytest.mark.parametrize("way", [way for way in compress.WAYS if way != "compress"])
 def test_every_way_trains_and_reaches_its_density(way):
     task = task_of("vit")
-    model = compress.WAYS[way](task, task.make(1.0).eval(), 0.5, 10, 0)
+    model, steps = compress.WAYS[way](task, task.make(1.0).eval(), 0.5, 10, 0)
+    assert steps == 10
     assert 0 <= task.metric(model) <= 100
     assert density_of(model) == pytest.approx(0.5 if way in ("gradual", "scratch") else 1, rel=0.15)
 
@@ -65,11 +66,12 @@ def test_nets_are_trained_for_any_number_of_steps(steps):
     assert not torch.equal(model.classes.weight, before)
 
 
-@pytest.mark.parametrize("way", ["compress", "gradual", "smaller dense"])
+@pytest.mark.parametrize("way", ["gradual", "smaller dense"])
 def test_ways_take_the_time_that_they_get(way):
-    task = replace(task_of("vit"), minutes=0.02)
-    row = compress.outcome(task, task.make(1.0).eval(), way, density=0.5, steps=0, seed=0)
+    task = replace(task_of("vit"), seconds=1.2)
+    row = compress.outcome(task, task.make(1.0).eval(), way, density=0.5, steps=1, seed=0)
     assert 0 <= row.metric <= 100
+    assert row.steps > 1
     assert row.seconds > 0.3
 
 
