@@ -291,31 +291,34 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     assert "metric" in str(evaluated)
 
 
-def die_after_the_first_save(model, data, folder):
+def die_after_saves(count, model, data, folder):
+    calls = itertools.count(1)
     stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save
     stages.densify_slower = lambda model, example, skip: (model, {})
 
     def save_and_die(*args):
         save(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     stages.checkpoint.save = save_and_die
     bs.compress(model, data, **options(folder=folder))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path):
+@pytest.mark.parametrize(("saves", "stage", "points"), [(1, 1, 2), (2, 0, 3)], ids=["fitted", "first stage"])
+def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, points):
     data = labelled(128)
     model = trained(Classifier(), data)
-    process = CONTEXT.Process(target=die_after_the_first_save, args=(model, data, tmp_path))
+    process = CONTEXT.Process(target=die_after_saves, args=(saves, model, data, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     _, saved = stages.checkpoint.load(tmp_path / "best.safetensors")
-    assert saved["stage"] == 0
+    assert saved["stage"] == stage
     result = bs.compress(model, data, **options(folder=tmp_path))
     assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
-    assert len(result.curve) == 3
+    assert len(result.curve) == points
     assert result.density <= 0.26
 
 

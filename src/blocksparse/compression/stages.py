@@ -246,6 +246,7 @@ class CompressionRun:
         speedup = speedup_of(self.student, self.dense_model, self.example)
         point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
         self.one_shot = _OneShot(self.student, point)
+        self._save(_Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
         rate, trained_loss = self._test_rates()
         self.one_shot = _OneShot(self.student, point, rate, trained_loss)
         if density <= self.target or (budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes):
@@ -304,12 +305,10 @@ class CompressionRun:
 
     def _replace_last(self, one_shot: _OneShot) -> None:
         """Replace the last point of the curve, and its model, by those of the one-shot fit."""
-        self.training.student, self.best_of_stage = (
-            one_shot.model,
-            _Candidate(copy_state(one_shot.model), one_shot.point),
-        )
+        self.training.student, best = one_shot.model, _Candidate(copy_state(one_shot.model), one_shot.point)
+        self.best_of_stage = best
         self.curve.pop()
-        self._save()
+        self._save(best, self.stage)
         self._finish_stage()
 
     def _density(self) -> float:
@@ -342,7 +341,7 @@ class CompressionRun:
         if self.best_of_stage is None or _score(point) > _score(self.best_of_stage.point):
             self.best_of_stage = _Candidate(copy_state(self.student), point)
             self.training.label = f"density {point.density:.3g}, {point.speedup:.3g}x, agreement {agreed:.1%}"
-        self._save()
+        self._save(self.best_of_stage, self.stage)
 
     def _finish_stage(self) -> None:
         """Load the best state of the stage into the student, and add its point to the curve."""
@@ -402,21 +401,21 @@ class CompressionRun:
         """Return the curve in a form that JSON can express."""
         return [asdict(point) for point in self.curve]
 
-    def _save(self) -> None:
-        """Write the best model and the state to resume from."""
-        if self.folder is None or self.best_of_stage is None:
+    def _save(self, best: _Candidate, stage: int) -> None:
+        """Write the best model so far and the state to resume from, which continues in a stage."""
+        if self.folder is None:
             return
-        path, state, budget = self.folder / BEST, self.best_of_stage.state, self.training.budget
+        path, budget = self.folder / BEST, self.training.budget
         about = {
             "compress": self._settings,
-            "stage": self.stage,
+            "stage": stage,
             "minutes": budget.elapsed,
             "steps": budget.spent_steps,
             "dense": self.dense_reasons,
             "curve": self._curve(),
-            "best": asdict(self.best_of_stage.point),
+            "best": asdict(best.point),
         }
-        self._write(lambda: checkpoint.save(path, state, about))
+        self._write(lambda: checkpoint.save(path, best.state, about))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write a file. If that fails, warn once and continue, because the result is returned anyway."""
