@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from blocksparse import BlockSparseError, patterns
 from blocksparse.measure import ROUNDS
 from blocksparse.nn import attention, topk_blocks
+from blocksparse.ops.attention.flex import TILE, block_mask
 from blocksparse.ops.attention.gathered import Place
-from blocksparse.ops.attention.triton import TILE, block_mask
 from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
 from targets.memory import process_bytes, reset_peak, run_in_process
 from targets.rows import Row, RowIterator, format_mib, race, unmeasured_row

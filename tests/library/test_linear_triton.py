@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops.attention import triton as attention
+from blocksparse.ops.attention import flex
 from blocksparse.ops.attention.rules import Rules
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
@@ -206,12 +206,12 @@ def test_index_tensors_are_recorded_on_each_stream(case, monkeypatch):
             state = randn(5, 32)
             step.forward(x, randn(5, 128).bfloat16(), None, state, h_out=x, c_out=state, gates_out=None)
     else:
-        place = attention
+        place = flex
         q = randn(1, 1, 128, 16)
         square = bs.patterns.random((128, 128), block_size=32, density=0.5, seed=0)
 
         def call():
-            attention.flex(q, q, q, [square], Rules(), lambda q, *of, **options: q)
+            flex.flex(q, q, q, [square], Rules(), lambda q, *of, **options: q)
 
     monkeypatch.setattr(place, "stream_of", lambda x: stream[0])
     monkeypatch.setattr(place, "keep_for_stream", lambda device, *of: told.append((stream[0], of)))

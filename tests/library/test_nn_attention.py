@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import flex_attention
 import blocksparse as bs
 from blocksparse.ops.attention import cpu, gathered, reference
 from blocksparse.ops.attention.arguments import check_operands
+from blocksparse.ops.attention.flex import flex
 from blocksparse.ops.attention.op import in_graph
 from blocksparse.ops.attention.rules import Rules
-from blocksparse.ops.attention.triton import flex
 from linear_backends import CPU, assert_same_bits, running
 
 # These tests run FlexAttention without a compiler.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
@@ -18,9 +18,9 @@ from ..checks import accumulator, check_tensors
 from ..cpu_core import address
 from ..cpu_plan import check_int32
 from ..registry import can_bypass_dispatcher, needs_grad
-from ..torch_op import call_per_batched_grad
 from . import gathered
 from .gathered import Result
+from .node import Passes
 from .rules import Rules, spans_of
 
 # The core needs a multiple of this number of features: whole vectors of any instruction set.
@@ -57,8 +57,8 @@ def _of_layout(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rule
     dtype, d_v = q.dtype, v.shape[-1]
     q, k, v, rules = _operands(q, k, v, rules)
     if needs_grad(q, k, v):
-        recorded: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
-        y, lse = recorded(layout, rules, q, k, v)
+        of_call: dict[str, Any] = {"layout": layout, "rules": rules}
+        y, lse = Passes(partial(forward, **of_call), partial(backward, **of_call), [layout], rules).recorded(q, k, v)
     else:
         y, lse = forward(q, k, v, layout, rules)
     return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype), lse if return_lse else None
@@ -104,45 +104,6 @@ def _whole_vectors(tensor: Tensor) -> Tensor:
     """Pad the features with zeros to a multiple of `FEATURE_STEP`."""
     more = -tensor.shape[-1] % FEATURE_STEP
     return F.pad(tensor, (0, more)) if more else tensor
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layout: BlockLayout, rules: Rules, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        y, lse = forward(q, k, v, layout, rules)
-        ctx.set_materialize_grads(False)
-        ctx.layout, ctx.rules = layout, rules
-        ctx.save_for_backward(q, k, v, y, lse)
-        return y, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Any:
-        q, k, v, y, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        if grad is None:
-            grad = torch.zeros_like(y)
-
-        def gradients(grad: Tensor, *more: Tensor) -> Sequence[Tensor | None]:
-            if torch.is_grad_enabled() or not can_bypass_dispatcher(grad, *more):
-                return _differentiable(q, k, v, ctx.layout, ctx.rules, grad, *more)
-            return backward(q, k, v, y, lse, grad, more[0] if more else None, ctx.layout, ctx.rules, needed)
-
-        more = () if grad_lse is None else (grad_lse,)
-        return None, None, *call_per_batched_grad(gradients, grad, *more)
-
-
-def _differentiable(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules, *grads: Tensor
-) -> Sequence[Tensor | None]:
-    """Return the gradients, computed by operations that autograd can differentiate again."""
-    create_graph = torch.is_grad_enabled()
-    inputs = [tensor for tensor in (q, k, v) if tensor.requires_grad]
-    # Only this kernel of PyTorch can be differentiated twice.
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        outputs = gathered.attention(q, k, v, [layout], rules, return_lse=len(grads) > 1)
-    given = [output for output in outputs if output is not None]
-    results = iter(torch.autograd.grad(given, inputs, grads, create_graph=create_graph, materialize_grads=True))
-    return [next(results) if tensor.requires_grad else None for tensor in (q, k, v)]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules) -> tuple[Tensor, Tensor]:
