@@ -291,6 +291,40 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     assert "metric" in str(evaluated)
 
 
+class TiedWords(nn.Module):
+    """Predicts the next word; the output layer shares the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(96, 32), nn.Linear(32, 32), nn.Linear(32, 96, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.inner(self.words(ids)).relu())
+
+
+def test_a_block_sparse_output_layer_is_untied_from_its_embedding(tmp_path):
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    before = model.words.weight.clone()
+    result = bs.compress(model, data, **options(folder=tmp_path))
+    assert len(weights_of(result.model)) == 2
+    assert type(result.model.words) is nn.Embedding
+    assert model.head.weight is model.words.weight
+    assert torch.equal(model.words.weight, before)
+    loaded = bs.load_sparsified(TiedWords(), load_file(tmp_path / "best.safetensors")).eval()
+    torch.testing.assert_close(loaded(data[0]), result.model(data[0]))
+    resumed = bs.compress(model, data, **options(folder=tmp_path))
+    torch.testing.assert_close(resumed.model(data[0]), result.model(data[0]))
+
+
+def test_an_output_layer_that_stays_dense_stays_tied(tmp_path):
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    for _ in ("a run", "a resumed run"):
+        result = bs.compress(model, data, **options(folder=tmp_path, skip=["head"]))
+        assert len(weights_of(result.model)) == 1
+        assert result.model.head.weight is result.model.words.weight
+
+
 def die_after_saves(count, model, data, folder):
     calls = itertools.count(1)
     stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save

@@ -17,6 +17,7 @@ from ..sparsity.distillation import Distillation
 from ..sparsity.feature_order import reorder_features
 from ..surgery.model_tools import copy_model, unwrapped_model
 from ..surgery.prunable import Skip, skip_by_name
+from ..surgery.tied import tied_names, untie_output_layers
 from .batches import BatchReader, Data, Loss
 from .measures import first_example
 from .result import CompressionResult
@@ -49,7 +50,8 @@ def compress(
     The weights are fitted to the data at `density`, as `sparsify` does, and at a higher density. The denser model loses
     blocks in stages while it is trained against the teacher's outputs, and on labels if there are any. If the model
     fitted at `density` does better after a few steps, or the time is short, that one is trained instead. Layers that
-    are not faster block-sparse on the example stay dense. Hidden features are reordered first, as by
+    are not faster block-sparse on the example stay dense. A block-sparse output layer gets a weight of its own if it
+    shared that of an embedding, which stays dense. Hidden features are reordered first, as by
     `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
     the model that is best on it at the target density is returned. That is never worse than the model fitted at this
     density in one shot. A short test finds the learning rate.
@@ -110,6 +112,10 @@ def compress(
     reader = BatchReader(model, loss)
     example = first_example(reader, read) if example is None else example
     skip, original = skip_by_name(model, skip), model
+    untied: dict[str, str] = {}
+    if tied_names(model):
+        model = copy_model(model)
+        untied = untie_output_layers(model)
     if not hidden:  # the hidden layers of another teacher, or of an earlier run, may have another order
         model = reorder_features(model, example, density, block_size, skip)
     dense_model = copy_model(model).eval()
@@ -124,6 +130,7 @@ def compress(
         example=example,
         evaluate=evaluate,
         folder=output_folder,
+        untied=untied,
         checksum=checkpoint.checksum_of([each for each in original.state_dict().values() if isinstance(each, Tensor)]),
     )
     run.training.check()

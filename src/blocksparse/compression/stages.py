@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -30,6 +30,7 @@ from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
+from ..surgery.tied import tie
 from .measures import calls_weights, dense_size, density_of, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
@@ -94,6 +95,7 @@ class CompressionRun:
     evaluate: Evaluate | None
     folder: Path | None
     checksum: str  # of the user's model
+    untied: dict[str, str]  # names of output layers' weights that were those of embeddings, and the embeddings' names
 
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
@@ -188,8 +190,18 @@ class CompressionRun:
                 stacklevel=4,
             )
         self.weights_to_sparsify = set(plan.layouts)
+        self._tie_others(plan.layouts)
         self._count_full_weights()
         return plan
+
+    def _tie_others(self, sparse: Container[str]) -> None:
+        """Tie output layers to embeddings again, as in the user's model, unless their weights become block-sparse."""
+        again = {name: embedding for name, embedding in self.untied.items() if name not in sparse}
+        for model in (self.student, self.dense_model):
+            tie(model, again)
+        config: Any = getattr(self.student, "config", None)  # of the transformers library, which would tie them
+        if len(again) < len(self.untied) and hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
 
     def _count_full_weights(self, names: Collection[str] = ()) -> None:
         """Count the parameters of weights that stay dense because they keep all blocks, and of those with a name."""
@@ -444,6 +456,7 @@ class CompressionRun:
         if about.get("compress") != self._settings:
             expected = f"a run with {self._settings}, with the model's checksum (use another folder)"
             raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
+        self._tie_others([name for name in self.untied if name not in state])
         self.training.student = load_sparsified(self.student, state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
         self._count_full_weights()

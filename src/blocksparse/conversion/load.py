@@ -13,13 +13,15 @@ from ..state_indices import layout_of_indices
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
+from ..surgery.tied import tied_names, untie_output_layers
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Load the state dict of a sparsified model into a model that is still dense, in place.
 
     Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are loaded as
-    by `load_state_dict`. The state needs only one of several tied weights, as in safetensors files.
+    by `load_state_dict`. The state needs only one of several tied weights, as in safetensors files. If the model ties a
+    linear layer to an embedding, and the layer is block-sparse in the state, it is untied.
 
     Args:
         model: a dense model of the same architecture with any values. On the meta device it adopts the tensors
@@ -42,13 +44,15 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "a state dict", type(state).__name__)
-    tied = _tied(model)
-    state = dict(state)
+    sparse = {name for name in tied_names(model) if f"{name.removesuffix('weight')}values" in state}
+    trial = _without_values(model)
+    untie_output_layers(trial, sparse)
+    tied, state = tied_names(trial), dict(state)
     for name, others in tied.items():  # safetensors stores tied weights once
         stored = [state[other] for other in others if other in state]
         if name not in state and stored:
             state[name] = stored[0]
-    layouts = _layouts_of_state(model, state)
+    layouts = _layouts_of_state(trial, state)
     on_meta = any(own.is_meta for own in (*model.parameters(), *model.buffers()))
     for key, tensor in state.items():
         # PyTorch would notice these only when the model is half loaded.
@@ -60,7 +64,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
             key: tensor.to("meta") if isinstance(tensor, Tensor) and not key.endswith("_indices") else tensor
             for key, tensor in state.items()
         }
-        _load(_without_values(model), layouts, empty)
+        _load(trial, layouts, empty)
+        untie_output_layers(model, sparse)
         model = _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"the state of this {type(model).__name__}", error) from error
@@ -69,16 +74,6 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
             module, _, key = other.rpartition(".")
             model.get_submodule(module).register_parameter(key, model.get_parameter(name))
     return model
-
-
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of each parameter that has several names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {
-        name: [other for other in group if other != name] for group in names.values() if group[1:] for name in group
-    }
 
 
 def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:
