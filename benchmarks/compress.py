@@ -152,7 +152,7 @@ def mlp(data: Path | None) -> Task:
         layers = [nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
-    return Task(make, train, test, epochs=4)
+    return Task(make, train, test, epochs=20)
 
 
 def resnet(data: Path | None) -> Task:
@@ -162,7 +162,7 @@ def resnet(data: Path | None) -> Task:
     def make(divisor: float) -> nn.Module:
         return nn.Sequential(nn.AvgPool2d(2), ResNet(width=round(64 / divisor), blocks=(1, 1, 1)))
 
-    return Task(make, train, test[:40], epochs=2, rate=2e-3)
+    return Task(make, train, test[:40], epochs=8, rate=2e-3)
 
 
 def vit(data: Path | None) -> Task:
@@ -220,7 +220,7 @@ def bert(data: Path | None) -> Task:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
         batches.append(list(zip(ids[order].split(32), labels[order].split(32), strict=True)))
     train, test = batches
-    return Task(lambda divisor: WordBert(10_000, 4 * round(64 / divisor)), train, test, epochs=0.6, rate=5e-4)
+    return Task(lambda divisor: WordBert(10_000, 4 * round(64 / divisor)), train, test, epochs=2, rate=5e-4)
 
 
 TASKS = {"mlp": mlp, "resnet": resnet, "lstm": lstm, "gpt": gpt, "vit": vit, "bert": bert}
