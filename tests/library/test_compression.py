@@ -317,6 +317,13 @@ def test_a_block_sparse_output_layer_is_untied_from_its_embedding(tmp_path):
     torch.testing.assert_close(resumed.model(data[0]), result.model(data[0]))
 
 
+def test_tradeoff_counts_an_output_layer_that_is_tied_to_an_embedding():
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    measured = bs.tradeoff(model, data, densities=[0.5], block_size=8)
+    assert {layer.name for layer in measured.layers} == {"inner", "head"}
+    assert model.head.weight is model.words.weight
+
+
 def test_an_output_layer_that_stays_dense_stays_tied(tmp_path):
     model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
     for _ in ("a run", "a resumed run"):

@@ -28,6 +28,7 @@ from ..sparsity.selection import check_density, dense_norms, top_blocks
 from ..surgery.blocks import mask_blocks_
 from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments, unwrapped_model
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
+from ..surgery.tied import untie_output_layers
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
 from .measures import calls_weights, density_of, sparse_modules, speedup_of
@@ -180,7 +181,7 @@ def tradeoff(
 
     This takes seconds for small models and a few minutes for large ones, for which samples are left out, and layers are
     fitted one by one. Then `sparsify` with the same data may agree better than measured here. Densities that leave a
-    weight without a block are left out.
+    weight without a block are left out. Output layers that share an embedding's weight count as untied.
 
     Args:
         model: a trained model; it stays as it is.
@@ -208,6 +209,7 @@ def tradeoff(
     begin = time.monotonic()
     model = unwrapped_model(model)
     skip, model = skip_by_name(model, skip), copy_model(model)
+    untie_output_layers(model)
     read = Data.read(data)
     reader = BatchReader(model)
     candidates = survey_weights(model, block_size, skip)
