@@ -14,7 +14,7 @@ define announced
 	"and 4 GB of free disk. Run make again to resume." >&2; exit 1; }
 endef
 
-.PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
+.PHONY: setup demo docs test test-all test-jax test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
 
 # Set-up has two steps, which share one environment and one build folder: `.venv/demo` has the library, the programs and
 # the kernels for this CPU; `.venv/installed` adds the tools for development and all other kernels. Each is made again
@@ -42,6 +42,20 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The JAX front end with the oldest JAX that it supports, and the newest for this Python. Their packages are in folders of
+# their own, not in .venv, because tests that fork fail if JAX is loaded.
+JAX_oldest := jax==0.7.2
+JAX_newest := jax
+JAX_TESTS = $(wildcard tests/library/test_jax*.py) tests/lab/test_docs.py src/blocksparse/jax
+test-jax: build/jax/oldest build/jax/newest
+	for version in $(^F); do echo "JAX, $$version:"; OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/jax/$$version \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -m "not full" -k jax $(JAX_TESTS) || exit 1; done
+
+build/jax/%: .venv/installed
+	rm -rf $@
+	$(call announced,Installing JAX ($*),$(PIP) --target $@ "$(JAX_$*)" equinox flax optax)
+	touch $@
 
 # The contract of every op on the GPU of this machine: tests that run kernels there, each compiled first. It needs no
 # set-up beyond a Python with PyTorch for the GPU, pytest, pytest-xdist and hypothesis: PYTHON.

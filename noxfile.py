@@ -1,7 +1,5 @@
 """Run the tests on each supported Python and PyTorch: `uvx nox`; one pair: `uvx nox --python 3.12 -- --torch 2.11`.
 
-`uvx nox --session jax` runs the tests of `blocksparse.jax` with the oldest and the newest JAX.
-
 PyTorch comes without CUDA from PyTorch's own index. `-- --torch-backend none` takes it from the index of your machine.
 Further arguments go to pytest: `uvx nox --python 3.13 -- tests/library/test_linear.py`.
 """
@@ -22,9 +20,6 @@ TORCHES = {
     "2.14": ["triton==3.8.*"],
     "2.15": ["triton==3.9.*"],
 }
-# The oldest supported JAX, for which Flax has no release that we support, and the newest one.
-JAXES = {"oldest": ["jax==0.7.2", "equinox", "optax"], "newest": ["jax", "equinox", "flax", "optax"]}
-JAX_TESTS = ["tests/library/test_jax.py", "tests/library/test_jax_training.py", "tests/library/test_jax_processes.py"]
 
 
 @nox.session(python=PYTHONS)
@@ -40,12 +35,3 @@ def tests(session: nox.Session) -> None:
         session.install(*versions, *backend)  # first, because `.[dev]` would bring the newest
         session.install(".[dev]", *versions, *backend)
         session.run("python", "-m", "pytest", "-n", "2", "-m", "not full", *for_pytest)
-
-
-@nox.session(python=PYTHONS[:2])
-@nox.parametrize("version", JAXES)
-def jax(session: nox.Session, version: str) -> None:
-    """Run the tests of the JAX front end with the oldest supported JAX, or the newest one for this Python."""
-    session.install("torch==2.13.*", "--torch-backend=cpu")
-    session.install(".[dev]", *JAXES[version])
-    session.run("python", "-m", "pytest", "-m", "not full", *JAX_TESTS, *session.posargs)

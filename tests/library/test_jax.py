@@ -62,13 +62,18 @@ def check_products(backend, layout, tokens, dtype, activation=None, with_bias=Tr
     gradients = expected.gradients(grad)
     jax_layout, most = bsj.layout(layout), bound(backend, dtype)
     x, values, grad, *bias = map(to_jax, (x, values, grad, *bias))
-    y = bsj.linear(x, values, jax_layout, *bias, activation=activation)
+
+    @jax.jit
+    def products(x, values, layout, grad, *bias):
+        y = bsj.linear(x, values, layout, *bias, activation=activation)
+        _, pull_back = jax.vjp(lambda x, values, *bias: bsj.linear(x, values, layout, *bias), x, values, *bias)
+        return y, pull_back(grad), bsj.linear_transposed(grad, values, layout)
+
+    y, gradients_got, dgrad = products(x, values, jax_layout, grad, *bias)
     assert_close(to_torch(y), expected.y, most, "forward", expected.terms)
-    _, pull_back = jax.vjp(lambda x, values, *bias: bsj.linear(x, values, jax_layout, *bias), x, values, *bias)
-    for name, got, (right, terms) in zip(("x", "values", "bias"), pull_back(grad), gradients, strict=False):
+    for name, got, (right, terms) in zip(("x", "values", "bias"), gradients_got, gradients, strict=False):
         assert_close(to_torch(got), right, most, name, terms)
-    dgrad = to_torch(bsj.linear_transposed(grad, values, jax_layout))
-    assert_close(dgrad, gradients[0][0], most, "transposed", gradients[0][1])
+    assert_close(to_torch(dgrad), gradients[0][0], most, "transposed", gradients[0][1])
 
 
 @pytest.mark.parametrize(("backend", "dtype"), cases(CPU))
@@ -139,19 +144,20 @@ def test_dense_weights_come_back():
 def test_derivatives_of_order_3_in_both_modes(block):
     layout = bs.patterns.random((2 * block[0], 3 * block[1]), block, density=0.6, seed=0)
     x, values = normal(2, layout.shape[1]), normal(*layout.values_shape, seed=1)
-    check_grads(partial(bsj.linear, layout=bsj.layout(layout)), (x, values), 3, ("fwd", "rev"))
+    check_grads(jax.jit(partial(bsj.linear, layout=bsj.layout(layout))), (x, values), 3, ("fwd", "rev"))
     if block != (1, 1):
         bias = normal(layout.shape[0], seed=2)
         fused = lambda x, values, bias: bsj.linear(x, values, bsj.layout(layout), bias, "silu")  # noqa: E731
-        check_grads(fused, (x, values, bias), 2, ("fwd", "rev"))
-        check_grads(partial(bsj.linear_transposed, layout=bsj.layout(layout)), (x[:, :4], values), 2, ("fwd", "rev"))
+        check_grads(jax.jit(fused), (x, values, bias), 2, ("fwd", "rev"))
+        transposed = partial(bsj.linear_transposed, layout=bsj.layout(layout))
+        check_grads(jax.jit(transposed), (x[:, :4], values), 2, ("fwd", "rev"))
 
 
 def test_hessian_is_that_of_the_dense_weight():
     layout = bsj.layout(LAYOUT)
     x, values = normal(3, 15), normal(*layout.values_shape, seed=1)
-    hessian = jax.hessian(lambda values: jnp.tanh(bsj.linear(x, values, layout)).sum())(values)
-    dense = jax.hessian(lambda values: jnp.tanh(x @ bsj.to_dense(values, layout).T).sum())(values)
+    hessian = jax.jit(jax.hessian(lambda values: jnp.tanh(bsj.linear(x, values, layout)).sum()))(values)
+    dense = jax.jit(jax.hessian(lambda values: jnp.tanh(x @ bsj.to_dense(values, layout).T).sum()))(values)
     assert jnp.allclose(hessian, dense)
 
 
@@ -187,8 +193,9 @@ def test_vmap_over_any_operands(operands, transposed):
         return [each if axis is None else layouts[i] if each is stack else each[i] for each, axis in pairs]
 
     for function in (product, gradient):
-        got = jax.vmap(function, axes)(*arguments)
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(function(*slice_of(i)) for i in range(3)))
+        got = jax.jit(jax.vmap(function, axes))(*arguments)
+        slices = map(jax.jit(function), *zip(*map(slice_of, range(3)), strict=True))
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *slices)
         assert jax.tree.all(jax.tree.map(jnp.allclose, got, expected))
 
 

@@ -43,7 +43,7 @@ def check_step(old, values, fraction, new, new_values, source):
 @pytest.mark.parametrize("density", [0.3, 0.9, 1.0])
 def test_set_moves_the_smallest_blocks(fraction, density):
     old, values = drawn(bs.patterns.random((24, 32), block_size=(2, 4), density=density, seed=0))
-    new_values, new, source = bsj.set_step(jax.random.key(1), values, old, fraction)
+    new_values, new, source = jax.jit(bsj.set_step)(jax.random.key(1), values, old, fraction)
     check_step(old, values, fraction, new, new_values, source)
 
 

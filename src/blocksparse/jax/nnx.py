@@ -78,11 +78,11 @@ class Linear(nnx.Module):
 
     def replace(self, layout: Layout, values: jax.Array, bias: jax.Array | None = None) -> None:
         """Change the layout and the values, for example to those of `set_step`; None keeps the bias."""
-        self.row_start.set_value(layout.row_start)
-        self.col.set_value(layout.col)
-        self.values.set_value(values)
+        _assign(self.row_start, layout.row_start)
+        _assign(self.col, layout.col)
+        _assign(self.values, values)
         if self.bias is not None and bias is not None:
-            self.bias.set_value(bias)
+            _assign(self.bias, bias)
 
     def state_dict(self, prefix: str = "") -> dict[str, jax.Array]:
         """Return parameters and indices under the names of `bs.nn.Linear`, for `safetensors.flax.save_file`."""
@@ -92,3 +92,11 @@ class Linear(nnx.Module):
         """Change the parameters and the layout to those of a state dict of either front end."""
         now = self.values[...], None if self.bias is None else self.bias[...]
         self.replace(*from_state(state, self.layout, *now, prefix))
+
+
+def _assign(variable: nnx.Variable[Any], value: jax.Array) -> None:
+    """Replace the array of a variable by one that may have another shape."""
+    if hasattr(nnx.Variable, "set_value"):
+        variable.set_value(value)
+    else:
+        variable[...] = value  # Flax 0.12.0, the release for JAX 0.7.2
