@@ -58,6 +58,7 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "pixelcnn": ("targets of PixelCNN++", pixelcnn.rows, 4),
     "attention": ("targets of attention", attention.rows, 4),
     "windows": ("targets of attention in a window", windows.rows, 1),
+    "decoding": ("targets of decoding with a cache", windows.decoding_rows, 1),
     "experts": ("targets of the experts of a mixture", experts.rows, 2),
 }
 

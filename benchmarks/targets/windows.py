@@ -6,9 +6,11 @@ values.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from blocksparse.measure import ROUNDS
 from blocksparse.nn import attention, topk_blocks
 from blocksparse.ops.attention.flex import TILE, block_mask
 from blocksparse.ops.attention.gathered import Place
-from blocksparse_lab.bench.case import OURS, check_errors, forward, relative_error
+from blocksparse_lab.bench.case import OURS, check_errors, error_bound, forward, relative_error
 from targets.memory import process_bytes, reset_peak, run_in_process
 from targets.rows import Row, RowIterator, format_mib, race, unmeasured_row
 
@@ -30,6 +32,8 @@ from targets.rows import Row, RowIterator, format_mib, race, unmeasured_row
 BOUND = 1e-5
 # Least speed-ups over attention with a mask, over FlexAttention, and of the rate at which keys and values are read.
 OVER_MASKED, OVER_FLEX, OF_READING = 3.0, 1.2, 0.9
+# Decoding uses several caches in turn, whose windows have more bytes than the CPU's own caches.
+CACHED_BYTES = 2**27
 # Most memory of forward and backward of a long sequence, besides q, k, v and their gradients.
 LONG_BYTES = int(1.2 * 2**30)
 # Least speed-up over dense attention if this fraction of the blocks is chosen from the data.
@@ -70,11 +74,6 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     """
     sizes = WindowSpec(tokens=256, window=64, block=16, d=16) if quick else WindowSpec()
     yield from _forward_rows(sizes, 3, budget, flex=not quick)
-    for batch in (1, 8):
-        decoding = WindowSpec(batch, 32, 4, 16384, 1024, 128)
-        if quick:
-            decoding = WindowSpec(batch, 4, 2, 256, 32, 16, 16)
-        yield from _decoding_rows(decoding, 3 if quick else ROUNDS, budget)
     long = WindowSpec(1, 2, 2, 512, 64, 16, 16) if quick else WindowSpec(1, 8, 8, 96_000, 512)
     yield _memory_row(long)
     if not quick:
@@ -119,22 +118,47 @@ def _flex(spec: WindowSpec) -> Callable[..., Tensor]:
     return partial(compiled, block_mask=mask, enable_gqa=True)
 
 
-def _decoding_rows(spec: WindowSpec, rounds: int, budget: float) -> RowIterator:
-    q, k, v = spec.operands(1)
-    seen_k, seen_v = (x[:, :, -spec.window :] for x in (k, v))
+# -- decoding ---------------------------------------------------------------------------------------------------
 
-    def read() -> tuple[Tensor, Tensor]:
-        return seen_k.sum(), seen_v.sum()
 
-    ours = forward(spec.ours(), q, k, v)
-    exact = F.scaled_dot_product_attention(q, seen_k, seen_v, enable_gqa=True)
-    result: Any = ours()
-    error = relative_error(result, exact)
-    check_errors(BOUND, {OURS: error}, "decoding")
-    timed = race({OURS: ours, "read": read}, rounds, budget)
-    details = {**asdict(spec), "error": error}
-    peer = "the rate of reading"
-    yield timed.row(f"decode one token, {spec}", "read", OURS, peer, details=details, least=OF_READING)
+def decoding_rows(budget: float = 4.0, quick: bool = False) -> RowIterator:
+    """Yield the rows of decoding one token, by heads, batch and dtype; `quick` uses small sizes.
+
+    Raises:
+        BlockSparseError: outputs differ from those of PyTorch's attention in float64.
+    """
+    for batch, heads, kv_heads in ((1, 32, 32), (1, 32, 4), (8, 32, 4)):
+        decoding = WindowSpec(batch, heads, kv_heads, 16384, 1024, 128)
+        if quick:
+            decoding = WindowSpec(batch, 4, 4 if heads == kv_heads else 2, 256, 32, 16, 16)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield _decoding_row(decoding, dtype, 3 if quick else ROUNDS, budget)
+
+
+def _decoding_row(spec: WindowSpec, dtype: torch.dtype, rounds: int, budget: float) -> Row:
+    """Time one token with caches in turn, as the layers of a model have them, so that keys come from the memory."""
+    q, *window = (x.to(dtype) for x in replace(spec, tokens=spec.window).operands(1))
+    cached = [spec.batch, spec.kv_heads, spec.tokens, spec.d]
+    count = min(math.ceil(CACHED_BYTES / (2 * window[0].nbytes)), 64)
+    caches = [[torch.empty(cached, dtype=dtype) for _ in window] for _ in range(count)]
+    for of_keys_and_values in caches:  # memory before the window is never touched
+        for cache, visible in zip(of_keys_and_values, window, strict=True):
+            cache[:, :, -spec.window :] = visible
+    ours, turn = spec.ours(), itertools.cycle(caches)
+
+    def decode() -> Tensor:
+        return ours(q, *next(turn))
+
+    def read() -> list[Tensor]:
+        return [cache[:, :, -spec.window :].view(torch.float32).sum() for cache in next(turn)]
+
+    k, v = (x.double() for x in window)
+    error = relative_error(decode(), F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True))
+    check_errors(error_bound(str(dtype)[6:], q.device) * 10, {OURS: error}, "decoding")
+    timed = race({OURS: forward(decode), "read": forward(read)}, rounds, budget)
+    details = {**asdict(spec), "dtype": str(dtype), "caches": count, "error": error}
+    work = f"decode one token, {spec}, {str(dtype)[6:]}"
+    return timed.row(work, "read", OURS, "the rate of reading", details=details, least=OF_READING)
 
 
 # -- a long sequence ---------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 // rows of blocks, grad_k and grad_v by columns.
 #pragma once
 
+#include <array>
+
 #include "core/types.hpp"
 
 namespace blocksparse {
@@ -48,6 +50,24 @@ struct AttentionKernels {
   void (*backward_column)(const AttentionBackward&, const AttentionKeys&);   // writes grad_k and grad_v
 };
 
+// Few queries of a block row, whose heads share keys; k and v are those of these heads. Matrices are in the dtype of
+// the operands. A key is visible if it is in [start, end) of its query, and in one of the blocks.
+struct FewQueries {
+  int64_t queries, shared, head_queries;  // of the block row; heads; queries of a head in memory, [heads, queries, d]
+  int64_t d, d_v, wide;                   // wide: d_v in whole vectors
+  double scale, softcap;
+  const void *q, *k, *v;
+  int64_t k_token, v_token;  // elements between tokens
+  int64_t block, blocks;
+  const int32_t* col;
+  const int64_t *start, *end;
+  void* sums;  // [queries * shared, wide], then the largest score and the sum of exponentials of each row
+};
+struct FewQueriesKernels {
+  void (*attend)(const FewQueries&);  // writes sums
+  void (*merge)(const FewQueries&, int64_t tasks, int64_t bytes, void* y, void* log_sum);
+};
+
 // The blocks of each row, or of each column.
 struct BlockLists {
   const int64_t* start;  // [count + 1]
@@ -65,6 +85,20 @@ struct AttentionCall {
   int64_t span_batches;
   const void *q, *k, *v;
 };
+
+// Attention of few queries. q and y are [batch, heads, queries, features], and log_sum, which may be null, is [batch,
+// heads, queries]; keys and values may be anywhere. The first query is the row `row` of the layout.
+struct FewQueriesCall {
+  int64_t batch, heads, kv_heads, queries, keys, d, d_v, block_q, block_k, row;
+  int64_t left, right;  // the window; -1 for all keys
+  const int32_t *start, *end;
+  int64_t span_batches;
+  double scale, softcap;
+  const void *q, *k, *v;
+  std::array<int64_t, 3> k_strides, v_strides;  // elements between sequences, heads, tokens
+};
+void attention_few_queries(const InstructionSet& isa, DType dtype, const FewQueriesCall& call, const BlockLists& rows,
+                           void* y, void* log_sum);
 
 void attention_forward(const InstructionSet& isa, DType dtype, const AttentionCall& call, const BlockLists& rows,
                        void* y, void* log_sum);

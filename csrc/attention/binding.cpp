@@ -85,9 +85,56 @@ void py_attention_backward(const std::string& isa, const std::string& dtype, con
   trim_scratch();
 }
 
+// batch, heads, kv_heads, queries, keys, d, d_v, block_q, block_k, row, left, right
+using FewQueriesSizes = std::array<int64_t, 12>;
+using Strided = std::pair<uintptr_t, std::array<int64_t, 3>>;  // elements between sequences, heads, tokens
+
+void py_attention_few_queries(const std::string& isa, const std::string& dtype, const FewQueriesSizes& n, uintptr_t q,
+                              const Strided& k, const Strided& v, const Spans& spans, double scale, double softcap,
+                              uintptr_t y, uintptr_t log_sum, Index<int64_t> start, Index<int32_t> col) {
+  require(n[2] > 0 && n[1] % n[2] == 0, "heads that share keys evenly");
+  require(n[3] > 0 && n[7] > 0 && n[8] > 0 && n[9] >= 0 && n[4] < int64_t(1) << 31,
+          "queries, positive blocks, and fewer than 2^31 keys");
+  require(spans.second == 0 || spans.second == 1 || spans.second == n[0], "spans of one batch or of all");
+  const int64_t rows = int64_t(start.size()) - 1, columns = ceil_div(n[4], n[8]);
+  require(rows * n[7] >= n[9] + n[3], "a block row for each query");
+  const BlockLists lists = block_lists(start, col, rows);
+  const int64_t first = start.data()[n[9] / n[7]], end = start.data()[ceil_div(n[9] + n[3], n[7])];
+  require(first >= 0 && end <= int64_t(col.size()), "starts within all blocks");
+  for (int64_t i = first; i < end; ++i) require(col.data()[i] >= 0 && col.data()[i] < columns, "blocks of keys");
+  const auto span = spans.second ? static_cast<const int32_t*>(pointer(spans.first)) : nullptr;
+  const FewQueriesCall call{n[0],
+                            n[1],
+                            n[2],
+                            n[3],
+                            n[4],
+                            n[5],
+                            n[6],
+                            n[7],
+                            n[8],
+                            n[9],
+                            n[10],
+                            n[11],
+                            span,
+                            span ? span + spans.second * n[3] : nullptr,
+                            spans.second,
+                            scale,
+                            softcap,
+                            pointer(q),
+                            pointer(k.first),
+                            pointer(v.first),
+                            k.second,
+                            v.second};
+  nb::gil_scoped_release release;
+  attention_few_queries(isa_named(isa), dtype_named(dtype), call, lists, pointer(y), pointer(log_sum));
+  trim_scratch();
+}
+
 const Binding binding([](nb::module_& m) {
   m.def("attention_forward", &py_attention_forward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "qkv"_a, "spans"_a,
         "softcap"_a, "seed"_a, "drop_below"_a, "y"_a, "log_sum"_a, "start"_a.noconvert(), "col"_a.noconvert());
+  m.def("attention_few_queries", &py_attention_few_queries, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "q"_a, "k"_a,
+        "v"_a, "spans"_a, "scale"_a, "softcap"_a, "y"_a, "log_sum"_a, "start"_a.noconvert(), "col"_a.noconvert());
   m.def("attention_backward", &py_attention_backward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "qkv"_a, "spans"_a,
         "softcap"_a, "seed"_a, "drop_below"_a, "grad"_a, "log_sum"_a, "delta"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a,
         "start"_a.noconvert(), "col"_a.noconvert(), "column_start"_a.noconvert(), "row"_a.noconvert());

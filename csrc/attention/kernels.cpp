@@ -3,8 +3,9 @@
 #include <math.h>
 
 #include "attention/attention.hpp"
+#include "attention/few_queries.hpp"
+#include "attention/softmax.hpp"
 #include "core/parallel.hpp"
-#include "isa/activation.hpp"
 #include "isa/tile.hpp"
 
 namespace blocksparse {
@@ -13,9 +14,6 @@ namespace {
 
 // Keys per group (backward by columns: queries per group).
 constexpr int64_t kGroup = 256;
-
-template <class Real>
-constexpr Real kNothing = -__builtin_inf();  // the score of an invisible key
 
 // sums[rows, width] = (or += with `add`) the sum over terms of w[rows, ...] x[..., width].
 template <class Real>
@@ -82,11 +80,6 @@ void hide(Real* scores, int64_t stride, const AttentionScores& a, const Extent& 
   }
 }
 
-template <class Real>
-void cap(Real* scores, int64_t count, Real softcap) {
-  for (int64_t j = 0; j < count; j += kLanes<Real>) store(scores + j, softcap * tangent(load(scores + j) / softcap));
-}
-
 // Scores [queries, padded] of a block of keys, which lie side by side in k.
 template <class Real>
 void score_block(const AttentionScores& a, const Extent& extent, const Real* q, const Real* k, int64_t first_query,
@@ -113,20 +106,6 @@ void drop(Real* weights, int64_t count, const AttentionScores& a, int64_t query,
   const Real scale = Real(4294967296.0 / (4294967296.0 - a.drop_below));
   for (int64_t j = 0; j < count; ++j)
     weights[j] = mix(of_query + uint32_t(j) * 0x9e3779b9u) < a.drop_below ? 0 : weights[j] * scale;
-}
-
-// Replace each score by its exponential, and those of invisible keys by 0.
-template <class Real>
-BLOCKSPARSE_INLINE Vector<Real> power(const Real* score, Real shift) {
-  const Vector<Real> s = load(score);
-  return s == kNothing<Real> ? Vector<Real>{} : exponential(s - shift);
-}
-
-template <class Real>
-Real sum_of(Vector<Real> v) {
-  Real sum = 0;
-  for (int i = 0; i < kLanes<Real>; ++i) sum += v[i];
-  return sum;
 }
 
 // Leave out the blocks whose keys no query sees; they ascend.
@@ -173,10 +152,10 @@ void forward(const AttentionForward& a, const AttentionQueries& all_queries) {
   const int64_t group = a.block < kGroup ? kGroup / a.block : 1, stride = group * a.padded;
   const Real* q = static_cast<const Real*>(a.q) + queries.first * a.d;
   Real* scores = static_cast<Real*>(scratch(Scratch::kSums, count * stride * int64_t(sizeof(Real))));
-  Real* largest = static_cast<Real*>(scratch(Scratch::kWeights, 2 * count * int64_t(sizeof(Real))));
-  Real *sum = largest + count, *y = static_cast<Real*>(a.y) + queries.first * a.d_v;
+  auto* softmax = static_cast<SoftmaxSum<Real>*>(scratch(Scratch::kWeights, count * int64_t(sizeof(SoftmaxSum<Real>))));
+  Real* y = static_cast<Real*>(a.y) + queries.first * a.d_v;
   bool started = false;
-  for (int64_t r = 0; r < count; ++r) largest[r] = kNothing<Real>, sum[r] = 0;
+  for (int64_t r = 0; r < count; ++r) softmax[r] = {};
   for (int64_t b = 0; b < blocks; b += group) {
     const int64_t here = smaller(group, blocks - b), width = here * a.padded;
     for (int64_t i = 0; i < here; ++i) {
@@ -186,24 +165,9 @@ void forward(const AttentionForward& a, const AttentionQueries& all_queries) {
     }
     for (int64_t r = 0; r < count; ++r) {
       Real* of_query = scores + r * stride;
-      Vector<Real> most = load(of_query);
-      for (int64_t j = n; j < width; j += n) {
-        const Vector<Real> s = load(of_query + j);
-        most = s > most ? s : most;
-      }
-      Real shift = largest[r];
-      for (int i = 0; i < n; ++i) shift = most[i] > shift ? most[i] : shift;
-      Vector<Real> all = {};
-      for (int64_t j = 0; j < width; j += n) {
-        const Vector<Real> p = power(of_query + j, shift);
-        store(of_query + j, p);
-        all += p;
-      }
-      // Rescale the sums that were computed with a smaller shift.
-      const Real before = largest[r] == kNothing<Real> ? 0 : exponential(broadcast(largest[r] - shift))[0];
+      const Real before = softmax[r].add(of_query, width);
       if (started && before != 1)
         for (int64_t j = 0; j < a.d_v; j += n) store(y + r * a.d_v + j, load(y + r * a.d_v + j) * before);
-      sum[r] = sum[r] * before + sum_of<Real>(all), largest[r] = shift;
       if (a.scores.drop_below)
         for (int64_t i = 0; i < here; ++i)
           drop(of_query + i * a.padded, a.padded, a.scores, queries.first + r, queries.col[b + i] * a.block);
@@ -218,10 +182,10 @@ void forward(const AttentionForward& a, const AttentionQueries& all_queries) {
   }
   Real* log_sum = static_cast<Real*>(a.log_sum) + queries.first;
   for (int64_t r = 0; r < count; ++r) {
-    const bool nothing = largest[r] == kNothing<Real> && sum[r] == 0;
+    const bool nothing = softmax[r].is_empty();
     for (int64_t j = 0; j < a.d_v; j += n)
-      store(y + r * a.d_v + j, nothing ? Vector<Real>{} : load(y + r * a.d_v + j) / sum[r]);
-    log_sum[r] = nothing ? kNothing<Real> : largest[r] + ::log(sum[r]);
+      store(y + r * a.d_v + j, nothing ? Vector<Real>{} : load(y + r * a.d_v + j) / softmax[r].sum);
+    log_sum[r] = softmax[r].log_sum();
   }
   if (count == 1 || !a.scores.start) return;
   // 0 * NaN: a query may have met a NaN in a value that it does not see, but that another query sees.
@@ -349,6 +313,14 @@ constexpr AttentionKernels table() {
 const AttentionKernels& select_attention(DType dtype) {
   static constexpr AttentionKernels float32 = table<float>(), float64 = table<double>();
   return dtype == DType::kFloat64 ? float64 : float32;
+}
+
+const FewQueriesKernels& select_few_queries(DType dtype) {
+  static constexpr FewQueriesKernels float32 = {attend<Float32>, merge<Float32>},
+                                     float64 = {attend<Float64>, merge<Float64>},
+                                     bfloat16 = {attend<BFloat16>, merge<BFloat16>},
+                                     float16 = {attend<Float16>, merge<Float16>};
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 
 }  // namespace BLOCKSPARSE_ISA

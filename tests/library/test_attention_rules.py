@@ -11,16 +11,16 @@ import torch
 import blocksparse as bs
 from blocksparse.ops.attention import cpu, gathered, reference
 from blocksparse.ops.attention.rules import Rules, data_spans
-from linear_backends import CPU, running
+from linear_backends import CPU, assert_same_bits, running
 
 BLOCKS = (1, 8), (4, 4), (8, 8), (16, 16), (16, 4), (5, 7), (3, 33), (64, 32), (70, 12)
 
 
-def draw(rng: Random) -> dict:
-    """Draw the arguments of a call: any combination of them."""
+def draw(rng: Random, most: int | None = None) -> dict:
+    """Draw the arguments of a call, any combination of them, with at most `most` queries."""
     block = rng.choice(BLOCKS)
     keys = rng.choice((1, 5, 31, 32, 33, 64, 100, 150))
-    queries = keys if rng.random() < 0.5 else rng.randint(1, keys)
+    queries = keys if most is None and rng.random() < 0.5 else rng.randint(1, min(keys, most or keys))
     heads, shared = rng.choice(((1, 1), (2, 1), (3, 3), (4, 2), (8, 1), (6, 3), (8, 8)))
     batch = rng.randint(1, 3)
     whole = queries < keys and rng.random() < 0.7
@@ -105,18 +105,31 @@ def outcome(call, leaves, twice):
     return [*outputs, *grads, *torch.autograd.grad(loss, [*leaves, *upstream], materialize_grads=True)]
 
 
-def check(case: dict, number: int, twice: bool) -> None:
+def operands_of(case: dict, number: int, dtype=torch.float64) -> tuple[list, torch.Tensor, list, list]:
+    """Layouts, the visible keys, q, k and v, and the sinks, which may be missing."""
     torch.manual_seed(number)
-    (heads, shared), (d, d_v), options = case["heads"], case["d"], case["options"]
-    queries, keys, block = case["queries"], case["keys"], case["block"]
+    (heads, shared), (d, d_v), queries, keys = case["heads"], case["d"], case["queries"], case["keys"]
+    block = case["block"]
     grid = math.ceil((keys if case["whole"] else queries) / block[0]), math.ceil(keys / block[1])
     count = heads if case["per_head"] else 1
     layouts = [bs.BlockLayout(torch.rand(grid) < case["density"], block) for _ in range(count)]
-    seen = seen_by(case, layouts)
     sizes = (heads, queries, d), (shared, keys, d), (shared, keys, d_v)
-    leaves = [torch.randn(case["batch"], *size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    sinks = [torch.randn(heads, dtype=torch.float64, requires_grad=True)] if case["sinks"] else []
-    scale, lse = case["scale"], options["return_lse"]
+    leaves = [torch.randn(case["batch"], *size, dtype=dtype) for size in sizes]
+    return layouts, seen_by(case, layouts), leaves, [torch.randn(heads, dtype=dtype)] if case["sinks"] else []
+
+
+def hide(case: dict, seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values with NaN where no query sees them."""
+    heads, shared = case["heads"]
+    hidden = ~seen.expand(-1, heads, -1, -1).unflatten(1, (shared, -1)).any((2, 3))[..., None]
+    return x.detach().masked_fill(hidden, math.nan)
+
+
+def check(case: dict, number: int, twice: bool) -> None:
+    layouts, seen, *tensors = operands_of(case, number)
+    leaves, sinks = ([x.requires_grad_() for x in each] for each in tensors)
+    scale, options = case["scale"], case["options"]
+    lse = options["return_lse"]
 
     def theirs(q, k, v, sinks=None):
         return defined(q, k, v, seen, scale, options.get("softcap"), sinks)[: 1 + lse]
@@ -128,8 +141,7 @@ def check(case: dict, number: int, twice: bool) -> None:
 
     expected = outcome(theirs, [*leaves, *sinks], twice)
     # NaN in keys and values that no query sees is never seen.
-    hidden = ~seen.expand(-1, heads, -1, -1).unflatten(1, (shared, -1)).any((2, 3))[..., None]
-    poisoned = [leaves[0], *(x.detach().masked_fill(hidden, math.nan).requires_grad_() for x in leaves[1:])]
+    poisoned = [leaves[0], *(hide(case, seen, x).requires_grad_() for x in leaves[1:])]
     for mine, right in zip(outcome(ours, [*poisoned, *sinks], twice), expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-8)
 
@@ -153,6 +165,101 @@ def test_random_combinations(start, backend):
 def test_many_random_combinations(start, backend):
     for number in range(start, start + 100):
         check(draw(Random(number)), number, twice=number % 5 == 0)
+
+
+# Relative to the largest score, about 10, which the softmax turns into a factor.
+FEW_BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def strided(x: torch.Tensor, rng: Random) -> torch.Tensor:
+    """Return the numbers of x in memory of another order, or between others, which are NaN."""
+    ways = [lambda: x, lambda: x.transpose(1, 2).contiguous().transpose(1, 2)]
+    ways.append(lambda: x.new_full((*x.shape[:-1], x.shape[-1] + 3), math.nan)[..., :-3].copy_(x))
+    ways.append(lambda: x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)[..., ::2].copy_(x))
+    return rng.choice(ways)()
+
+
+def check_few(case: dict, number: int, dtype: torch.dtype) -> None:
+    layouts, seen, leaves, sinks = operands_of(case, number, dtype)
+    rng, scale, options = Random(number), case["scale"], case["options"]
+    expected = defined(*(x.double() for x in leaves), seen, scale, options.get("softcap"), *(sinks or [None]))
+    q, k, v = (strided(x, rng) for x in (leaves[0], *(hide(case, seen, x) for x in leaves[1:])))
+    layout = layouts if case["per_head"] else layouts[0]
+    found = bs.nn.attention(q, k, v, layout, case["causal"], scale, sinks=(sinks or [None])[0], **options)
+    again = bs.nn.attention(q, k, v, layout, case["causal"], scale, sinks=(sinks or [None])[0], **options)
+    for mine, repeated, right in zip(*(x if options["return_lse"] else (x,) for x in (found, again)), expected):  # noqa: B905
+        assert torch.equal(mine, repeated)
+        assert torch.equal(mine.isfinite(), right.isfinite())
+        finite = right.isfinite()
+        error = (mine.double() - right)[finite].norm()
+        assert error <= FEW_BOUNDS[dtype] * (1e-2 + right[finite].norm())
+        assert not mine[right == 0].any()
+
+
+@pytest.mark.parametrize("dtype", FEW_BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CPU)
+def test_few_queries(name, dtype):
+    """Without gradients they read keys and values in place, of any strides, and have the bits of a second call."""
+    with running(name):
+        for number in range(5000, 5060):
+            check_few(draw(Random(number), most=8), number, dtype)
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 1, 700, 64, 64), (1, 8, 1500, 128, 40), (6, 3, 2100, 33, 130), (32, 4, 600, 16, 8)]
+)
+@pytest.mark.parametrize("queries", [1, 5, 8])
+@pytest.mark.parametrize("name", CPU)
+def test_few_queries_of_long_rows_on_any_number_of_threads(name, queries, shape):
+    """Rows that are cut into several tasks, whose largest scores come late."""
+    heads, shared, keys, d, d_v = shape
+    heads = max(heads, shared)
+    layout = bs.patterns.bigbird(math.ceil(keys / 32) * 32, 32, neighbors=9, random_blocks=12, causal=True)
+    q, k, v = torch.randn(2, heads, queries, d), torch.randn(2, shared, keys, d), torch.randn(2, shared, keys, d_v)
+    k *= torch.linspace(0.1, 4, keys)[:, None]
+    case = {
+        "block": (32, 32),
+        "queries": queries,
+        "keys": keys,
+        "whole": True,
+        "batch": 2,
+        "causal": True,
+        "options": {},
+    }
+    y, _ = defined(q.double(), k.double(), v.double(), seen_by(case, [layout]), None, None, None)
+    with running(name):
+        assert_same_bits(lambda: (bs.nn.attention(q, k, v, layout, True),), (1, 2, 3))
+        assert (bs.nn.attention(q, k, v, layout, True) - y).norm() < 1e-5 * y.norm()
+
+
+def test_a_repeated_call_follows_its_options_and_shapes():
+    layout = bs.patterns.sliding_window(64, 40, 8)
+    q, k, v = (x.detach() for x in sizes(1, 64))
+    whole = bs.patterns.dense((64, 64), 8)
+
+    def expected(keys, window, scale, softcap):
+        case = {"block": (8, 8), "queries": 1, "keys": keys, "whole": True, "batch": 2, "causal": True}
+        case["options"] = {"window_size": window}
+        return defined(q, k[:, :, :keys], v[:, :, :keys], seen_by(case, [layout]), scale, softcap, None)[0]
+
+    for keys in (64, 63, 64):
+        for window, scale, softcap in [
+            ((5, 0), None, None),
+            ((9, 0), None, None),
+            ((9, 0), 0.3, None),
+            ((9, 0), 0.3, 2.0),
+        ]:
+            for _ in range(2):
+                y = bs.nn.attention(
+                    q, k[:, :, :keys], v[:, :, :keys], layout, True, scale, window_size=window, softcap=softcap
+                )
+                torch.testing.assert_close(y, expected(keys, window, scale, softcap))
+    with pytest.raises(bs.BlockSparseError, match="k: expected"):
+        bs.nn.attention(q, k.float(), v, layout, True, 0.3, window_size=(9, 0), softcap=2.0)
+    leaf = q.clone().requires_grad_()
+    y = bs.nn.attention(leaf, k, v, layout, True, 0.3, window_size=(9, 0), softcap=2.0)
+    assert torch.autograd.grad(y.sum(), leaf)[0].any()
+    assert bs.nn.attention(q, k, v, whole, True).shape == q.shape
 
 
 def sizes(queries, keys, heads=4, shared=2, d=16, dtype=torch.float64):

@@ -17,6 +17,7 @@ import blocksparse as bs
 import recurrent_entries
 from blocksparse.ops import cpu_core
 from blocksparse.ops.attention import cpu as attention
+from blocksparse.ops.attention import few_queries
 from blocksparse.ops.attention.rules import Rules
 from blocksparse.ops.conv import cpu as conv
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
@@ -91,6 +92,11 @@ def an_attention(backward):
     return shapes, partial(run, layout=SEEN, rules=Rules(softcap=3.0))
 
 
+def a_few_queries():
+    shapes = {"q": (1, 2, 3, 16), "k": (1, 1, 12, 16), "v": (1, 1, 12, 16)}
+    return shapes, lambda q, k, v: few_queries.attention(q, k, v, SEEN, Rules(5), return_lse=True)
+
+
 def a_momentum():
     def step(weights, velocities, grads):
         lists = ([torch.zeros(2), tensor] for tensor in (weights, velocities, grads))
@@ -117,6 +123,7 @@ ENTRIES = {
     **recurrent_entries.ENTRIES,
     "attention_forward": an_attention(False),
     "attention_backward": an_attention(True),
+    "attention_few_queries": a_few_queries(),
     "dropout_forward": ({"x": (4, 3)}, lambda x: dropout.forward(x, FACTORS, 1, 100)),
     "dropout_backward": ({"grad": (4, 3), "code": (4, 3)}, lambda grad, code: dropout.backward(grad, code, FACTORS)),
     "momentum": a_momentum(),
@@ -143,7 +150,12 @@ WRONG = ["smaller", "larger", "fewer axes", "dtype", "device"]
 # It takes any shape, and every dtype of the core.
 LEGAL = {("dropout_forward", "x", wrong) for wrong in WRONG if wrong != "device"}
 LEGAL.add(("dropout_backward", "grad", "dtype"))
-LEGAL.add(("attention_forward", "v", "larger"))  # values have features of their own
+LAST = "attention_few_queries"
+LEGAL |= {
+    ("attention_forward", "v", "larger"),
+    (LAST, "v", "larger"),
+    (LAST, "v", "smaller"),
+}  # values have features of their own
 CASES = {(entry, operand, wrong) for entry, (shapes, _) in ENTRIES.items() for operand in shapes for wrong in WRONG}
 
 

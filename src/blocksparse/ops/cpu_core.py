@@ -137,6 +137,22 @@ def row_addresses(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtyp
     return _pointer(name, tensor), stride
 
 
+def strided_address(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, list[int]]:
+    """Return the address of a tensor whose last axis is contiguous, and the strides of the other axes."""
+    *strides, step = tensor.stride()
+    if (
+        tensor.shape != shape
+        or tensor.dtype is not dtype
+        or not tensor.is_cpu
+        or (step != 1 and shape[-1] > 1)
+        or tensor.is_neg()
+    ):
+        raise BlockSparseError.expected(
+            name, f"{list(shape)}, features side by side, {dtype}, on the CPU", described(tensor)
+        )
+    return _pointer(name, tensor), strides
+
+
 def address_or_zero(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the address of a tensor that is not lazily negated; 0 if `address` would refuse it, or if it is empty."""
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):

@@ -18,7 +18,8 @@ from ..checks import accumulator, check_tensors
 from ..cpu_core import address
 from ..cpu_plan import check_int32
 from ..registry import can_bypass_dispatcher, needs_grad
-from . import gathered
+from . import few_queries, gathered
+from .few_queries import rows_of_blocks
 from .gathered import Result
 from .node import Passes
 from .rules import Rules, spans_of
@@ -41,8 +42,12 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
 ) -> Result:
+    if not can_bypass_dispatcher(q, k, v):
+        return gathered.attention(q, k, v, layouts, rules, return_lse)
+    if few_queries.serves(q, k, v, rules):
+        return gathered.by_layout(q, k, v, layouts, rules, return_lse, few_queries.attention)
     pytorch_is_faster = q.dtype == torch.bfloat16 and cpu_core.isa() in BFLOAT16_ISAS
-    if pytorch_is_faster or layouts[0].block_shape[1] < MIN_BLOCK_KEYS or not can_bypass_dispatcher(q, k, v):
+    if pytorch_is_faster or layouts[0].block_shape[1] < MIN_BLOCK_KEYS:
         return gathered.attention(q, k, v, layouts, rules, return_lse)
     return gathered.by_layout(q, k, v, layouts, rules, return_lse, _of_layout)
 
@@ -51,9 +56,6 @@ def _of_layout(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rule
     """Return attention of heads that share this layout."""
     if (options := gathered.dense_options(q, k, layout, rules, return_lse)) is not None:
         return gathered.dense_attention(q, k, v, **options), None
-    plain = not (needs_grad(q, k, v) or rules.changes_weights or return_lse)
-    if q.shape[2] == 1 and rules.spans is None and plain:
-        return _one_query(q, k, v, layout, rules), None
     dtype, d_v = q.dtype, v.shape[-1]
     q, k, v, rules = _operands(q, k, v, rules)
     if needs_grad(q, k, v):
@@ -62,24 +64,6 @@ def _of_layout(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rule
     else:
         y, lse = forward(q, k, v, layout, rules)
     return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype), lse if return_lse else None
-
-
-def _one_query(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, rules: Rules) -> Tensor:
-    """Return attention of the last query, as in decoding: its keys are few slices of the cache, which is not copied."""
-    (batch, heads, _, d), (kv_heads, keys) = q.shape, k.shape[1:3]
-    (height, width), row = layout.block_shape, rules.row
-    start = layout.row_start
-    cols = layout.col_of_block[start[row // height] : start[row // height + 1]].astype(np.int64)
-    breaks = np.flatnonzero(np.diff(cols) != 1)
-    first = 0 if rules.left is None else max(keys - 1 - rules.left, 0)
-    begins = np.maximum(cols[np.append(0, breaks + 1)] * width, first) if cols.size else cols
-    ends = np.minimum((cols[np.append(breaks, -1)] + 1) * width, keys) if cols.size else cols
-    slices = [slice(int(begin), int(end)) for begin, end in zip(begins, ends, strict=True) if begin < end]
-    if not slices:
-        return v.new_zeros(batch, heads, 1, v.shape[-1])
-    k, v = (x[:, :, slices[0]] if len(slices) == 1 else torch.cat([x[:, :, s] for s in slices], 2) for x in (k, v))
-    y = F.scaled_dot_product_attention(q.reshape(batch, kv_heads, heads // kv_heads, d), k, v, scale=rules.scale)
-    return y.reshape(batch, heads, 1, v.shape[-1])
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor, Tensor, Rules]:
@@ -179,7 +163,7 @@ def _common(
     layout, rules = rows_of_call(layout, rules, queries)
     spans = spans_of(rules, queries, keys, q.device)
     batches = 0 if spans is None else spans.shape[1]
-    start, col = _rows(layout)
+    start, col = rows_of_blocks(layout)
     common = {
         "isa": cpu_core.isa(),
         "dtype": cpu_core.DTYPES[q.dtype],
@@ -199,13 +183,6 @@ def _common(
     return common, (batch, heads, queries), (batch, heads, queries, d_v), layout, spans
 
 
-def _rows(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start of each row of blocks, int64, and the column of each block, int32."""
-    return layout.derived(
-        "attention rows", lambda: (layout.row_start.astype(np.int64), layout.col_of_block.astype(np.int32))
-    )
-
-
 def _columns(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
     """Return the start of each column of blocks, int64, and the row of each block, int32."""
-    return layout.derived("attention columns", lambda: _rows(layout.T))
+    return layout.derived("attention columns", lambda: rows_of_blocks(layout.T))

@@ -1,0 +1,338 @@
+// Attention of a few queries, as in decoding. The time is that of reading keys and values, which happens once for all
+// heads that share them, and in place.
+//
+// A row of scores belongs to a query and a head; the heads of a query follow each other.
+#pragma once
+
+#include "attention/attention.hpp"
+#include "attention/softmax.hpp"
+#include "core/parallel.hpp"
+#include "isa/element.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+// Keys whose scores are computed before their values are read.
+constexpr int64_t kKeysAtOnce = 512;
+// Bytes of values that stay in the first cache, while all rows use them.
+constexpr int64_t kValueBytes = 16384;
+// Keys to look ahead when prefetching.
+constexpr int64_t kKeysAhead = 8;
+// Keys whose dot products are summed up together: their sums fill 16 bytes.
+template <class Sum>
+constexpr int kKeyTile = 16 / sizeof(Sum);
+
+// Elements of a cache line, or of a vector that is longer.
+template <class T>
+constexpr int kElementsPerLine = 64 / sizeof(T);
+
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
+
+// Call run(Count) for 1 <= count <= kMost.
+template <int kMost, class Run>
+BLOCKSPARSE_INLINE void call_with(int64_t count, const Run& run) {
+  if constexpr (kMost > 1)
+    if (count < kMost) return call_with<kMost - 1>(count, run);
+  run(Count<kMost>{});
+}
+
+// Call run(first, Count) for tiles of at most kMost <= 8 of `count` items; the last two are as even as possible.
+template <int kMost, class Run>
+BLOCKSPARSE_INLINE void in_tiles(int64_t count, const Run& run) {
+  for (int64_t first = 0, here; first < count; first += here) {
+    const int64_t left = count - first;
+    here = left >= 2 * kMost ? kMost : left > kMost ? (left + 1) / 2 : left;
+    call_with<kMost>(here, [&](auto tile) __attribute__((always_inline)) { run(first, tile); });
+  }
+}
+
+// The lane of a shuffle of two vectors that collects the even or the odd lanes of each within 16 bytes.
+constexpr int lane_of_fold(int n, int part, int i, int odd) {
+  const int at = i % part, other = at >= part / 2;
+  return other * n + i - at + 2 * (at - other * (part / 2)) + odd;
+}
+template <class V, size_t... I>
+BLOCKSPARSE_INLINE V fold(V a, V b, std::index_sequence<I...>) {
+  constexpr int n = sizeof...(I), part = 16 / sizeof(a[0]);
+  return __builtin_shufflevector(a, b, lane_of_fold(n, part, I, 0)...) +
+         __builtin_shufflevector(a, b, lane_of_fold(n, part, I, 1)...);
+}
+
+// Store the sum of the lanes of each of kKeyTile vectors.
+template <class Sum>
+BLOCKSPARSE_INLINE void store_lane_sums(Sum* to, const Vector<Sum>* v) {
+  constexpr auto lanes = std::make_index_sequence<kLanes<Sum>>{};
+  Vector<Sum> folded = fold(v[0], v[1], lanes);
+  if constexpr (kKeyTile<Sum> == 4) folded = fold(folded, fold(v[2], v[3], lanes), lanes);
+  typedef Sum Part __attribute__((vector_size(16)));
+  Part parts[kVectorBytes / 16];
+  memcpy(parts, &folded, sizeof parts);
+#pragma GCC unroll 4
+  for (int i = 1; i < kVectorBytes / 16; ++i) parts[0] += parts[i];
+  memcpy(to, parts, 16);
+}
+
+// Add the products of a vector of features, of which `count` are there.
+template <class E, int kRows, int kKeys>
+BLOCKSPARSE_INLINE void add_products(const typename E::Sum* q, int64_t q_row, const typename E::Storage* const* k,
+                                     int64_t first, int64_t count, Vector<typename E::Sum> (&sum)[kRows][kKeys]) {
+  Vector<typename E::Sum> units[kKeys];
+#pragma GCC unroll 4
+  for (int i = 0; i < kKeys; ++i) units[i] = read_units<E>(k[i] + first, count);
+#pragma GCC unroll 3
+  for (int r = 0; r < kRows; ++r) {
+    const Vector<typename E::Sum> w = load(q + r * q_row + first);
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) sum[r][i] = E::multiply_add_lanes(w, units[i], sum[r][i]);
+  }
+}
+
+// Scores of kRows rows of queries and kKeyTile keys. `q` is padded with zeros.
+template <class E, int kRows>
+BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, const typename E::Storage* const* k,
+                                   int64_t d, int64_t ahead, typename E::Sum* scores, int64_t scores_row) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>, kKeys = kKeyTile<Sum>;
+  Vector<Sum> sum[kRows][kKeys];
+#pragma GCC unroll 3
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) sum[r][i] = Vector<Sum>{};
+  constexpr int kLine = kElementsPerLine<typename E::Storage>;
+  int64_t first = 0;
+  for (; first + kLine <= d; first += kLine) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) __builtin_prefetch(k[i] + first + ahead);
+#pragma GCC unroll 8
+    for (int c = 0; c < kLine; c += n) add_products<E>(q, q_row, k, first + c, n, sum);
+  }
+  for (; first + n <= d; first += n) add_products<E>(q, q_row, k, first, n, sum);
+  if (first < d) add_products<E>(q, q_row, k, first, d - first, sum);
+#pragma GCC unroll 3
+  for (int r = 0; r < kRows; ++r) store_lane_sums<Sum>(scores + r * scores_row, sum[r]);
+}
+
+// Add the values of some keys to the sums of kRows rows, for kVectors whole vectors of features or `count` features.
+template <class E, int kRows, int kVectors, bool kWhole = true>
+BLOCKSPARSE_INLINE void value_tile(const typename E::Sum* weights, int64_t weights_row,
+                                   const typename E::Storage* values, int64_t token, int64_t keys, int64_t ahead,
+                                   int64_t count, typename E::Sum* sums, int64_t sums_row) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>, kLine = kElementsPerLine<typename E::Storage>;
+  Vector<Sum> sum[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) sum[r][c] = load(sums + r * sums_row + c * n);
+  for (int64_t j = 0; j < keys; ++j, values += token) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors * n; c += kLine) __builtin_prefetch(values + ahead + c);
+    Vector<Sum> units[kVectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) units[c] = read_units<E>(values + c * n, kWhole ? n : count);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Sum w = weights[r * weights_row + j];
+#pragma GCC unroll 8
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = E::multiply_add(w, units[c], sum[r][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) store(sums + r * sums_row + c * n, sum[r][c]);
+}
+
+// Attention of some rows to some keys, added to what the rows have seen.
+template <class E>
+struct RowsOfQueries {
+  using Sum = typename E::Sum;
+  using Storage = typename E::Storage;
+  static constexpr int64_t n = kLanes<Sum>;
+  static constexpr int kRowTile = 3;  // by kKeyTile keys
+  // Rows of scores, which are read side by side, do not share a set of the first cache.
+  static constexpr int64_t kScoresRow = kKeysAtOnce + 16;
+
+  const FewQueries& a;
+  const int64_t wide = ceil_div(a.d, n) * n;
+  const Sum* const q = widened_queries();
+  Sum* const scores =
+      static_cast<Sum*>(scratch(Scratch::kSums, a.queries* a.shared * kScoresRow * int64_t(sizeof(Sum))));
+  Sum* const sums = static_cast<Sum*>(a.sums);
+  SoftmaxSum<Sum>* const softmax = reinterpret_cast<SoftmaxSum<Sum>*>(sums + a.queries * a.shared * a.wide);
+
+  // The scaled queries in rows, padded with zeros.
+  const Sum* widened_queries() const {
+    Sum* rows = static_cast<Sum*>(scratch(Scratch::kWeights, a.queries * a.shared * wide * int64_t(sizeof(Sum))));
+    for (int64_t i = 0; i < a.queries * a.shared; ++i) {
+      const Storage* from = static_cast<const Storage*>(a.q) + (i % a.shared * a.head_queries + i / a.shared) * a.d;
+      in_vectors<E>(0, a.d, [&](int64_t first, int64_t count) {
+        store(rows + i * wide + first, read_units<E>(from + first, count) * Sum(a.scale));
+      });
+    }
+    return rows;
+  }
+
+  void add(int64_t row, int64_t rows, int64_t from, int64_t to) const {
+    for (; from < to; from += kKeysAtOnce) add_keys(row, rows, from, smaller(kKeysAtOnce, to - from));
+  }
+
+  void add_keys(int64_t row, int64_t rows, int64_t first, int64_t keys) const {
+    score(row, rows, static_cast<const Storage*>(a.k) + first * a.k_token, keys);
+    for (int64_t r = 0; r < rows; ++r) {
+      Sum* of_row = scores + r * kScoresRow;
+      const int64_t width = ceil_div(keys, n) * n;
+      if (a.softcap != 0) cap(of_row, width, Sum(a.softcap));
+      for (int64_t j = keys; j < width; ++j) of_row[j] = kNothing<Sum>;
+      const Sum before = softmax[row + r].add(of_row, width);
+      Sum* of_sums = sums + (row + r) * a.wide;
+      if (before != 1)
+        for (int64_t c = 0; c < a.wide; c += n) store(of_sums + c, load(of_sums + c) * before);
+    }
+    add_values(row, rows, static_cast<const Storage*>(a.v) + first * a.v_token, keys);
+  }
+
+  // Whether converting keys and values once is faster than by each tile.
+  static bool widens(int64_t rows) { return sizeof(Storage) < sizeof(Sum) && rows > kRowTile; }
+
+  void score(int64_t row, int64_t rows, const Storage* k, int64_t keys) const {
+    constexpr int kKeys = kKeyTile<Sum>;
+    const int64_t ahead = kKeysAhead * a.k_token;
+    Sum* const widened = static_cast<Sum*>(scratch(Scratch::kPanels, kKeys * wide * int64_t(sizeof(Sum))));
+    for (int64_t j = 0; j < keys; j += kKeys) {
+      const Storage* of_keys[kKeys];
+      const Sum* of_widened[kKeys];
+      for (int i = 0; i < kKeys; ++i) {
+        of_keys[i] = k + smaller(j + i, keys - 1) * a.k_token, of_widened[i] = widened + i * wide;
+      }
+      if (widens(rows)) {
+        for (int i = 0; i < kKeys; ++i) {
+          fetch(of_keys[i] + ahead, a.d);
+          widen(of_keys[i], a.d, widened + i * wide);
+        }
+        score_keys<Plain<Sum>>(row, rows, of_widened, wide, 0, scores + j);
+      } else {
+        score_keys<E>(row, rows, of_keys, a.d, ahead, scores + j);
+      }
+    }
+  }
+
+  void add_values(int64_t row, int64_t rows, const Storage* v, int64_t keys) const {
+    const int64_t step = a.d_v > 0 ? ceil_div(kValueBytes, a.d_v * int64_t(sizeof(Sum))) : keys;
+    Sum* const widened = static_cast<Sum*>(scratch(Scratch::kPanels, step * a.wide * int64_t(sizeof(Sum))));
+    for (int64_t j = 0; j < keys; j += step, v += step * a.v_token) {
+      const int64_t here = smaller(step, keys - j), ahead = step * a.v_token;
+      if (widens(rows)) {
+        for (int64_t i = 0; i < here; ++i) {
+          fetch(v + ahead + i * a.v_token, a.d_v);
+          widen(v + i * a.v_token, a.d_v, widened + i * a.wide);
+        }
+        weight_keys<Plain<Sum>>(row, rows, widened, a.wide, here, 0, a.wide, scores + j);
+      } else {
+        weight_keys<E>(row, rows, v, a.v_token, here, ahead, a.d_v, scores + j);
+      }
+    }
+  }
+
+  static void fetch(const Storage* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += kElementsPerLine<Storage>) __builtin_prefetch(from + i);
+  }
+  static void widen(const Storage* from, int64_t count, Sum* to) {
+    in_vectors<E>(0, count, [&](int64_t i, int64_t here) { store(to + i, read_units<E>(from + i, here)); });
+  }
+
+  template <class F>
+  void score_keys(int64_t row, int64_t rows, const typename F::Storage* const* keys, int64_t d, int64_t ahead,
+                  Sum* to) const {
+    in_tiles<kRowTile>(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
+      score_tile<F, decltype(count)::value>(q + (row + r) * wide, wide, keys, d, ahead, to + r * kScoresRow,
+                                            kScoresRow);
+    });
+  }
+
+  template <class F>
+  void weight_keys(int64_t row, int64_t rows, const typename F::Storage* values, int64_t token, int64_t keys,
+                   int64_t ahead, int64_t d, const Sum* weights) const {
+    in_tiles<4>(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(count)::value;
+      const auto add = [&](int64_t first, int64_t features, auto vectors, auto whole) __attribute__((always_inline)) {
+        value_tile<F, kRows, decltype(vectors)::value, decltype(whole)::value>(
+            weights + r * kScoresRow, kScoresRow, values + first, token, keys, ahead, features,
+            sums + (row + r) * a.wide + first, a.wide);
+      };
+      in_tiles<kRows == 1   ? 8
+               : kRows == 2 ? 4
+                            : 3>(d / n,
+                                 [&](int64_t vector, auto vectors) { add(vector * n, n, vectors, Count<true>{}); });
+      if (d % n) add(d / n * n, d % n, Count<1>{}, Count<false>{});
+    });
+  }
+};
+
+// Attention to the blocks of a task. Keys that all queries see are read once, and those that some see, once for each:
+// no query meets a key that it does not see, whose value may be NaN.
+template <class E>
+void attend(const FewQueries& a) {
+  using Sum = typename E::Sum;
+  const RowsOfQueries<E> rows{a};
+  const int64_t count = a.queries * a.shared;
+  memset(a.sums, 0, count * a.wide * sizeof(Sum));
+  for (int64_t r = 0; r < count; ++r) rows.softmax[r] = {};
+  int64_t all_start = 0, all_end = INT64_MAX;
+  for (int64_t i = 0; i < a.queries; ++i) {
+    if (a.start[i] > all_start) all_start = a.start[i];
+    all_end = smaller(all_end, a.end[i]);
+  }
+  for (int64_t b = 0, next; b < a.blocks; b = next) {
+    for (next = b + 1; next < a.blocks && a.col[next] == a.col[next - 1] + 1;) ++next;
+    const int64_t from = a.col[b] * a.block, to = (a.col[next - 1] + 1) * a.block;
+    int64_t first = from > all_start ? from : all_start, last = smaller(to, all_end);
+    if (first >= last) first = last = to;
+    for (int64_t i = 0; i < a.queries; ++i)
+      rows.add(i * a.shared, a.shared, from > a.start[i] ? from : a.start[i], smaller(first, a.end[i]));
+    rows.add(0, count, first, last);
+    for (int64_t i = 0; i < a.queries; ++i)
+      rows.add(i * a.shared, a.shared, last > a.start[i] ? last : a.start[i], smaller(to, a.end[i]));
+  }
+}
+
+// Merge the sums of `tasks` tasks, `bytes` apart, which have attended to different blocks.
+template <class E>
+void merge(const FewQueries& a, int64_t tasks, int64_t bytes, void* y, void* log_sum) {
+  using Sum = typename E::Sum;
+  const int64_t rows = a.queries * a.shared;
+  Sum* factors = static_cast<Sum*>(scratch(Scratch::kWeights, tasks * int64_t(sizeof(Sum))));
+  const auto sums_of = [&](int64_t task) {
+    return reinterpret_cast<const Sum*>(static_cast<const char*>(a.sums) + task * bytes);
+  };
+  const auto softmax_of = [&](int64_t task, int64_t row) {
+    return reinterpret_cast<const SoftmaxSum<Sum>*>(sums_of(task) + rows * a.wide)[row];
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    SoftmaxSum<Sum> whole;
+    for (int64_t t = 0; t < tasks; ++t) {
+      const Sum other = softmax_of(t, r).largest;
+      whole.largest = other > whole.largest ? other : whole.largest;
+    }
+    for (int64_t t = 0; t < tasks; ++t) {
+      const SoftmaxSum<Sum> part = softmax_of(t, r);
+      factors[t] = part.largest == kNothing<Sum> ? Sum(!part.is_empty())
+                                                 : exponential(broadcast(part.largest - whole.largest))[0];
+      whole.sum += part.sum * factors[t];
+    }
+    const int64_t at = r % a.shared * a.head_queries + r / a.shared;
+    in_vectors<E>(0, a.d_v, [&](int64_t first, int64_t count) {
+      Vector<Sum> sum = {};
+      for (int64_t t = 0; t < tasks; ++t) sum += load(sums_of(t) + r * a.wide + first) * factors[t];
+      write_sums<E>(static_cast<typename E::Storage*>(y) + at * a.d_v + first, whole.is_empty() ? sum : sum / whole.sum,
+                    count, false);
+    });
+    if (log_sum) static_cast<Sum*>(log_sum)[at] = whole.log_sum();
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse
