@@ -1,6 +1,6 @@
 """Measure the targets of `blocksparse.jax` on a CPU; each product is checked before it is timed.
 
-    python benchmarks/jax_products.py            three minutes on two cores, with nothing else running
+    python benchmarks/jax_products.py            five minutes on two cores, with nothing else running
     python benchmarks/jax_products.py --quick    small shapes, to try the program; writes nothing
 
 Needs `pip install ".[jax]"`. Prints a table, and writes it to benchmarks/results/jax-<machine>-<instruction set>.md and
@@ -10,35 +10,29 @@ Needs `pip install ".[jax]"`. Prints a table, and writes it to benchmarks/result
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
 import blocksparse as bs
-from blocksparse.measure import Samples
+from blocksparse.measure import Samples, host_clock
 from blocksparse_lab import machine
 from targets import rows
-from targets.rows import Row, race, timing_options
+from targets.rows import Race, Row, race, timing_options
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 6.0  # seconds of timing per row
 DENSITY = 0.1
 
-# Times in a process of its own: PyTorch's idle threads would spin against XLA's, and a process has one pool of threads.
-ALONE = """
-import json, sys
-sys.path[:0] = {path!r}
-import jax_products
-print(json.dumps(jax_products.{function}(*{arguments!r})))
-"""
+Contender = tuple[str, int]  # which product, and the number of its threads
 
 
 def main() -> None:
@@ -63,35 +57,25 @@ def main() -> None:
 def measure(features: int, budget: float, quick: bool) -> Iterator[Row]:
     """Measure all rows for layers of this many features."""
     options = timing_options(budget, quick)
-    tokens = features // 4
-    for name, count, least in (("forward", features // 64, 8), ("forward", tokens, 8), ("both gradients", tokens, 6)):
-        calls = product_calls(features, count, name == "both gradients")
-        work = f"{name}, {features} x {features}, density {DENSITY}, {count} tokens"
-        result = race(calls, **options)
-        yield result.row(work, "dense", "ours", "XLA's dense product", least=least)
-        if name == "forward":
-            ours = result.samples.time("ours").median
-            torch = alone("torch_seconds", features, count, budget)
-            yield ratio(f"{work}, as a multiple of the PyTorch front end's time", ours / torch, most=1.1)
+    tokens, threads = features // 4, len(os.sched_getaffinity(0))
+    for count in (features // 64, tokens):
+        work = f"forward, {features} x {features}, density {DENSITY}, {count} tokens"
+        result = race_processes(
+            {name: (name, threads) for name in ("ours", "dense", "torch")}, features, count, options
+        )
+        yield result.row(work, "dense", "ours", "XLA's dense product", least=8)
+        yield result.row(f"{work}: time", "ours", "torch", "the PyTorch front end's", most=1.1)
+        result = race(product_calls(features, count, gradients=False), **options)
+        yield result.row(f"{work}, cold caches: in turn in one process", "dense", "ours", "XLA's dense product")
+    result = race(product_calls(features, tokens, gradients=True), **options)
+    work = f"both gradients, {features} x {features}, density {DENSITY}, {tokens} tokens"
+    yield result.row(work, "dense", "ours", "XLA's dense product", least=6)
     yield small_product(options)
-    one, two = (alone("forward_seconds", features, tokens, budget, threads) for threads in (1, 2))
-    yield ratio(f"forward, {tokens} tokens: two threads over one", one / two, least=1.7)
+    contenders: dict[str, Contender] = {"one": ("ours", 1), "two": ("ours", 2)}
+    result = race_processes(contenders, features, tokens, options)
+    yield result.row(f"forward, {tokens} tokens: two threads over one", "one", "two", "one thread", least=1.7)
     yield set_steps(features, budget)
     yield from training(features, tokens // 4, 2 if quick else 12)
-
-
-def ratio(work: str, value: float, *, least: float | None = None, most: float | None = None) -> Row:
-    """Return the row of a ratio of two medians of different processes."""
-    met, target = (value >= least, f">= {least:g}x") if least is not None else (value <= (most or 0), f"<= {most:g}x")
-    return Row(work, target, f"{value:.3g}x", bool(met), {"ratio": value})
-
-
-def alone(function: str, *arguments: float) -> float:
-    """Return the result of a function of this file in a process of its own."""
-    path = [str(Path(__file__).parent)]
-    script = ALONE.format(path=path, function=function, arguments=arguments)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return float(json.loads(result.stdout))
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -147,21 +131,48 @@ def _finished(call: Callable[[], Any]) -> Any:
     return jax.block_until_ready(call())
 
 
-def forward_seconds(features: int, tokens: int, budget: float, threads: int) -> float:
-    """Return the median seconds of our forward product in a process with this many CPUs."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # XLA sizes its pool by it
-    calls = product_calls(features, tokens, gradients=False)
-    return race({"ours": calls["ours"]}, budget=budget).samples.time("ours").median
+def race_processes(contenders: dict[str, Contender], features: int, tokens: int, options: dict[str, Any]) -> Race:
+    """Time forward products in turn, each in a process of its own.
+
+    PyTorch's idle threads would spin against XLA's, a process has one pool of threads, and calls in one process evict
+    each other's operands from the caches.
+    """
+    with ExitStack() as stack:
+        calls = {}
+        for name, (product, threads) in contenders.items():
+            context = multiprocessing.get_context("spawn")
+            process = stack.enter_context(ProcessPoolExecutor(1, context, _use_cpus, (threads,)))
+            calls[name] = partial(process.submit, _forward_seconds, product, features, tokens)
+        return race(calls, clock=lambda call, repeat: cast(Future[float], call()).result(), **options)
 
 
-def torch_seconds(features: int, tokens: int, budget: float) -> float:
-    """Return the median seconds of the forward product of the PyTorch front end."""
+def _use_cpus(count: int) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])  # XLA sizes its pool by it
+
+
+def _forward_seconds(product: str, features: int, tokens: int) -> float:
+    """Return the seconds of a forward product in this process, after a call that fills its caches."""
+    call = _forward_call(product, features, tokens)
+    call()
+    return host_clock(call, 5)
+
+
+@cache
+def _forward_call(product: str, features: int, tokens: int) -> Callable[[], Any]:
+    """Return the forward product of the PyTorch front end, "torch", or one of `product_calls`."""
+    if product != "torch":
+        return product_calls(features, tokens, gradients=False)[product]
     import torch
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     layout = bs.patterns.random((features, features), 32, DENSITY, seed=0)
     x, values = torch.randn(tokens, features), torch.randn(layout.values_shape)
-    with torch.no_grad():
-        return race({"torch": lambda: bs.linear(x, values, layout)}, budget=budget).samples.time("torch").median
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return bs.linear(x, values, layout)
+
+    return call
 
 
 def small_product(options: dict[str, Any]) -> Row:
