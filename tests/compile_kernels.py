@@ -9,7 +9,6 @@ A script and not a test: where kernels are interpreted, none is compiled in the 
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -18,9 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,183 +28,23 @@ import torch
 import blocksparse as bs
 from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.gpu import tiles
-from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
-
-GPUS = {
-    "sm80": Gpu("A100", "sm80", 108, 163 * 1024),
-    "sm89": Gpu("RTX 4090", "sm89", 128, 99 * 1024),
-    "sm90": Gpu("H200", "sm90", 132, 227 * 1024),
-    "sm100": Gpu("B200", "sm100", 148, 227 * 1024),
-    "gfx942": Gpu("MI300X", "gfx942", 304, 64 * 1024),
-}
-DTYPES = ("float32", "tf32", "float64", "float16", "bfloat16")
-BLOCKS = ((8, 8), (16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (24, 40))
-TOKENS = (16, 64, 8192)
-# Rows and features of the gates: of a recurrence, and odd.
-GATES = ((32, 2048), (7, 13))
-# Rows of a step whose gates end its product.
-STEPS = (128, 16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One product to compile all kernels of."""
-
-    pass_: str
-    dtype: str  # "tf32" is float32 with that switch on
-    block: tuple[int, int]
-    tokens: int
-    split: bool = False  # with rows so long that they are cut
-    activation: str | None = None  # with it, and a bias
-    tile: Tile | None = None  # not the rule's
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
-
-    @property
-    def work(self) -> Work:
-        return Work(self.pass_, self.torch_dtype, self.block, tiles.bucket(self.tokens), 0.1)
-
-
-def cases(gpu: Gpu, extent: str) -> list[Case]:
-    """The cases to compile for this GPU."""
-    if extent == "few":
-        return [
-            *(Case(pass_, "bfloat16", (32, 32), 8192) for pass_ in tiles.PASSES),
-            Case("forward", "tf32", (16, 16), 8192),
-            Case("forward", "float16", (24, 40), 64),
-            Case("dgrad", "float64", (32, 32), 64),
-            Case("forward", "float32", (8, 8), 16),
-            Case("wgrad", "float16", (128, 128), 16),
-            Case("forward", "bfloat16", (32, 32), 16, split=True, activation="gelu"),
-            _paired("bfloat16", (32, 32), gpu),
-        ]
-    if extent == "all":
-        grid = itertools.product(tiles.PASSES, DTYPES, BLOCKS, TOKENS)
-        found = [Case(*point, activation="gelu" if point[0] == "forward" else None) for point in grid]
-        found += [replace(case, split=True) for case in found if case.pass_ != "wgrad" and case.block == (32, 32)]
-    else:
-        grid = itertools.product(tiles.PASSES, ("tf32", "bfloat16"), BLOCKS[:5], (16, 8192))
-        found = [Case(*point) for point in grid]
-        found += [Case(pass_, dtype, (32, 32), n) for pass_ in tiles.PASSES for dtype in DTYPES for n in (64, 8192)]
-        found += [Case(pass_, "bfloat16", block, 8192) for pass_ in tiles.PASSES for block in BLOCKS[5:]]
-        long_rows = Case("forward", "bfloat16", (32, 32), 16, split=True, activation="gelu")
-        found += [long_rows, replace(long_rows, dtype="float64")]
-    found += [Case("forward", "bfloat16", (128, 128), 8192, activation=name) for name in ("relu", "gelu", "silu")]
-    found += [_paired(*which, gpu) for which in itertools.product(("bfloat16", "tf32"), ((16, 16), (32, 32)))]
-    for work, tile in shipped(gpu):
-        found.append(Case(work.pass_, str(work.dtype).removeprefix("torch."), work.block, work.tokens, tile=tile))
-    return list(dict.fromkeys(found))
-
-
-def _paired(dtype: str, block: tuple[int, int], gpu: Gpu) -> Case:
-    """Two rows in one task."""
-    case = Case("forward", dtype, block, 8192)
-    with chosen(case, gpu):
-        return replace(case, tile=tiles.fit(replace(tiles.rule(case.work, gpu), pairs=True), case.work, gpu))
-
-
-@dataclass(frozen=True)
-class GatesCase:
-    """One step of an LSTM to compile the gates of, with or without what may be left out."""
-
-    dtype: str
-    rows: int
-    hidden: int
-    everything: bool
-
-
-def gates_cases(extent: str) -> list[GatesCase]:
-    if extent == "few":
-        return [GatesCase("bfloat16", *GATES[0], True)]
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in SUM_DTYPES]
-    return [GatesCase(*point[:1], *point[1], point[2]) for point in itertools.product(dtypes, GATES, (True, False))]
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """One step of an LSTM to compile with its gates, and the weight's gradient."""
-
-    dtype: str
-    block: tuple[int, int]
-    rows: int
-    split: bool  # with rows so long that they are cut
-
-
-def step_cases(extent: str) -> list[StepCase]:
-    if extent == "few":
-        return [StepCase("bfloat16", (32, 32), STEPS[0], True)]
-    found = [StepCase("bfloat16", block, rows, False) for block in BLOCKS for rows in STEPS]
-    return [*found, *(StepCase(dtype, (32, 32), rows, True) for dtype in ("float16", "bfloat16") for rows in STEPS)]
-
-
-@dataclass(frozen=True)
-class GatedCase:
-    """A gated pair of products to compile."""
-
-    dtype: str
-    block: tuple[int, int]
-    tokens: int
-    activation: str | None = "silu"  # with it, biases
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
-
-
-def gated_cases(extent: str) -> list[GatedCase]:
-    if extent == "few":
-        return [GatedCase("bfloat16", (32, 32), TOKENS[0]), GatedCase("bfloat16", (128, 128), TOKENS[-1])]
-    blocks = BLOCKS if extent == "all" else BLOCKS[1:]
-    found = [GatedCase("bfloat16", block, tokens) for block in blocks for tokens in (TOKENS[0], TOKENS[-1])]
-    found += [GatedCase(dtype, (32, 32), tokens) for dtype in DTYPES for tokens in TOKENS]
-    return [*dict.fromkeys(found), GatedCase("bfloat16", (128, 128), TOKENS[-1], None)]
-
-
-@dataclass(frozen=True)
-class ConvCase:
-    """One pass of a convolution of 64 images of 28x28, padded, with or without what its positions may share."""
-
-    pass_: str
-    dtype: str
-    block: tuple[int, int]
-    kernel: int = 3
-    stride: int = 1
-    activation: str | None = None
-
-
-def conv_cases(extent: str) -> list[ConvCase]:
-    if extent == "few":
-        found = [ConvCase(pass_, "bfloat16", (32, 32)) for pass_ in tiles.PASSES]
-        return [*found, ConvCase("forward", "float32", (16, 16))]
-    dtypes = ("tf32", "bfloat16") if extent == "cover" else DTYPES
-    found = [ConvCase(*point) for point in itertools.product(tiles.PASSES, dtypes, BLOCKS)]
-    found += [ConvCase(pass_, dtype, (32, 32)) for pass_ in tiles.PASSES for dtype in DTYPES]
-    found += [ConvCase(pass_, "bfloat16", (32, 32), *of) for pass_ in tiles.PASSES for of in ((3, 2), (4, 2), (5, 1))]
-    found += [ConvCase(pass_, "bfloat16", (64, 64), 4, stride) for pass_ in tiles.PASSES for stride in (1, 2)]
-    found.append(ConvCase("forward", "bfloat16", (32, 32), activation="gelu"))
-    return list(dict.fromkeys(found))
-
-
-def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
-    """The tuned tiles in the package for GPUs of this kind."""
-    for path in sorted(tiles.shipped_folder().glob("*.json")):
-        if json.loads(path.read_text())["gpu"]["kind"] == gpu.kind:
-            yield from tiles.read(path).items()
-
-
-@contextmanager
-def chosen(case: Case, gpu: Gpu) -> Iterator[None]:
-    """Sets the case's tile, or else the rule's, and PyTorch's TF32 switch as the case needs it."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
-    try:
-        with tiles.use_tiles(**{case.pass_: case.tile or tiles.tile_for(case.work, gpu)}):
-            yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
+from blocksparse.ops.gpu.tiles import Gpu
+from compile_cases import (
+    GPUS,
+    AttentionCase,
+    Case,
+    ConvCase,
+    GatedCase,
+    GatesCase,
+    StepCase,
+    attention_cases,
+    cases,
+    chosen,
+    conv_cases,
+    gated_cases,
+    gates_cases,
+    step_cases,
+)
 
 # -- compiling ----------------------------------------------------------------------------------------------------
 
@@ -239,6 +76,7 @@ class Device:
         from triton.runtime.driver import driver
         from triton.runtime.jit import JITFunction
 
+        from blocksparse.ops.attention import triton as attention
         from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.gated_linear import triton as gated
         from blocksparse.ops.linear import triton as products
@@ -250,7 +88,7 @@ class Device:
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
         driver.set_active(self)  # type: ignore[arg-type]
-        for ops in (products, fused_gates, convolutions, gated):
+        for ops in (products, fused_gates, convolutions, gated, attention):
             ops.gpu_of = lambda device: gpu  # type: ignore[attr-defined]
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
@@ -358,6 +196,25 @@ class Device:
             convolutions.conv(x, values, bias, layout, False, False, axes, case.activation)
         return list(self.launches)
 
+    def run_attention(self, case: AttentionCase) -> list[Launch]:
+        """The forward pass of this case, and its gradients."""
+        from blocksparse.ops.attention import triton as attention
+        from blocksparse.ops.attention.rules import Rules
+
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
+        dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+        heads, tokens = 2 * case.heads, 8 * case.block
+        layouts = [
+            bs.patterns.random((tokens, tokens), case.block, density=0.5, seed=seed)
+            for seed in range(heads if case.per_head else 1)
+        ]
+        q, k = (_meta(1, count, tokens, case.features, dtype=dtype) for count in (heads, 2))
+        rules = Rules(right=0 if case.window else None, softcap=case.softcap)
+        self.launches.clear()
+        y, lse = attention.forward(q, k, k, layouts, rules)
+        attention.backward(q, k, k, y, lse, y, None, layouts, rules)
+        return list(self.launches)
+
     def compiled(self, launch: Launch, with_loop: bool = False) -> dict[str, Any]:
         """Return the compiler's figures for a launch; those of the loop take half a second."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
@@ -433,7 +290,7 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     gpu = GPUS[kind]
     device = Device(gpu)
     records: dict[str, list[tuple[dict[str, Any], str]]]
-    records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": [], "gated_linear": []}
+    records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": [], "gated_linear": [], "attention": []}
     unique = {}
     for case in cases(gpu, extent):
         with chosen(case, gpu):
@@ -447,11 +304,14 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
         ("lstm_gates", gates_cases, device.run_gates),
         ("recurrent", step_cases, device.run_step),
         ("gated_linear", gated_cases, device.run_gated),
+        ("attention", attention_cases, device.run_attention),
     ):
         for case in op_cases(extent):
             for launch in run(case):
                 unique[launch.key()] = launch
-                records[op].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
+                constants = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+                record = asdict(case) | {"kernel": launch.kernel.__name__, "rows": constants.get("BLOCK_M")}
+                records[op].append((record, launch.key()))
     for case in conv_cases(extent):
         for launch in device.run_conv(case):
             unique[launch.key()] = launch

@@ -18,7 +18,7 @@ from blocksparse_lab.bench.device import Host
 from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.tune import Case, Tuner, is_valid, neighbours, search
 from command import error, run
-from compile_kernels import GPUS
+from compile_cases import GPUS
 
 TINY = LinearSpec(64, 64, tokens=32, block=16, density=0.5)
 

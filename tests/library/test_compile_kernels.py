@@ -20,7 +20,7 @@ import torch
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu
-from compile_kernels import GPUS
+from compile_cases import GPUS
 
 pytestmark = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")
 
@@ -87,7 +87,7 @@ def test_everything_compiles(kind):
 @kinds(GPUS)
 def test_no_kernel_of_any_op_is_a_trap(kind):
     of_ops = {op: records for op, records in all_compiled(kind).items() if op != "keys"}
-    assert len(of_ops) == 5
+    assert len(of_ops) == 6
     for records in of_ops.values():
         assert records
         none_of(records, lambda record: record["traps"])
@@ -190,6 +190,34 @@ def test_gated_pairs_compile_without_spills_for_tensor_cores_and_fit(kind):
     assert {record["kernel"] for record in records} == {"gated_linear_kernel"}
     none_of(records, lambda record: "error" in record or spills(record) or record["shared"] > most)
     none_of(records, lambda record: on_tensor_cores(record) and not (record["products"] and record.get("copies", True)))
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+# A few bytes once per program, where the compiler chose fewer registers for more programs; and those of both halves of
+# 256 features in float32.
+OF_ATTENTION, OF_WIDE_HEADS = 48, 320
+
+
+@kinds(GPUS)
+def test_attention_compiles_for_tensor_cores_and_fits(kind):
+    records, most = all_compiled(kind)["attention"], GPUS[kind.split()[0]].shared_memory
+    assert {record["kernel"] for record in records} == {f"attention_{p}_kernel" for p in ("forward", "dq", "dkv")}
+    none_of(records, lambda record: "error" in record or record["shared"] > most)
+    none_of(records, lambda record: on_tensor_cores(record) and not (record["products"] and record.get("copies", True)))
+    full = [record for record in records if on_tensor_cores(record) and record["rows"] >= 64]
+    if kind.split()[0] in FROM_SHARED_MEMORY:
+        pattern = FROM_SHARED_MEMORY[kind.split()[0]]
+        none_of(full, lambda record: not all(re.search(pattern, name) for name in record["products"]))
+
+
+@kinds(GPUS)
+def test_attention_does_not_spill(kind):
+    def wrong(record: dict) -> bool:
+        wide = record["dtype"] == "float32" and record["features"] == 256
+        return record["spilled"] > (OF_WIDE_HEADS if wide else OF_ATTENTION)
+
+    none_of(all_compiled(kind)["attention"], wrong)
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
 from blocksparse.ops.linear import triton as linear
-from compile_kernels import GPUS
+from compile_cases import GPUS
 
 H200 = Gpu("NVIDIA H200", "sm90", 132, 227 * 1024)
 WORK = Work("forward", torch.bfloat16, (32, 32), 8192, 0.1)

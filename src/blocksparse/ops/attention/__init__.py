@@ -15,10 +15,9 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, in_autocast, without_autocast
-from ..graph_layout import is_exporting
-from . import few_queries, gathered
+from . import few_queries
 from .arguments import check_documents, check_lengths, check_operands, check_sinks, check_window, has_dynamic
-from .op import ATTENTION, in_graph
+from .op import ATTENTION, in_graph, runs_as_op
 from .rules import Rules, add_sinks, data_spans, merge, window_spans
 from .topk import topk_blocks
 
@@ -66,16 +65,19 @@ def attention(
         dropout_p: the probability to drop a weight; the random numbers are drawn with PyTorch's generator.
         return_lse: whether to return also the logarithm of each softmax's sum.
 
-    Time and memory grow with the number of visible blocks. A GPU runs PyTorch's FlexAttention with a `BlockMask` made
-    of the layout, a CPU runs a kernel of the compiled core. On other devices, on a GPU in float64 or with `cu_seqlens`,
-    `lengths`, `sinks`, dropout or `return_lse`, and in PyTorch's transforms, the keys of each row are gathered for
-    dense products. A compiled graph contains FlexAttention or one op; each layout is compiled separately. An exported
-    graph contains PyTorch's own operations only, and grows with the rows of blocks.
+    Time and memory grow with the number of visible blocks. A CPU runs a kernel of the compiled core. A GPU runs
+    PyTorch's FlexAttention with a `BlockMask` made of the layout, or Triton kernels of this library. On other devices,
+    on a GPU in float64, with dropout or with d above 256, and in PyTorch's transforms, the keys of each row are
+    gathered for dense products. A compiled graph contains FlexAttention or one op; each layout is compiled separately.
+    An exported graph contains PyTorch's own operations only, and grows with the rows of blocks.
 
     FlexAttention works in tiles. Without gradients and with 128 queries or more, a tile is as large as the blocks: 32,
     64 or 128. For random blocks of 32, density 0.1, 8192 tokens, d 64 and bfloat16, the forward pass on an H100 is 3.8
     times as fast as dense attention. With gradients every tile is 128; such blocks touch 81 % of these tiles, and the
-    forward pass has 0.12 times the speed of dense attention. To train on a GPU, use blocks of 128.
+    forward pass has 0.12 times the speed of dense attention.
+
+    The Triton kernels work in blocks. They run with gradients if the blocks are no multiples of 128, with `cu_seqlens`,
+    `lengths`, `sinks` or `return_lse`, and within `bs.use_backend("triton")`. Their speed has not been measured yet.
 
     Under `torch.autocast`, q, k and v are cast, as for `scaled_dot_product_attention`.
 
@@ -200,11 +202,13 @@ def run_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of checked operands, and its log-sum-exp if it is asked for."""
     backend = ATTENTION.on(q.device, q.dtype)
-    # Exported graphs use PyTorch's own operations, so that other runtimes can run them.
-    if torch.compiler.is_compiling() and (has_dynamic(layouts) or (backend is gathered and not is_exporting())):
+    return_lse = return_lse or sinks is not None
+    if torch.compiler.is_compiling() and (
+        has_dynamic(layouts) or runs_as_op(backend, q, k, v, layouts, rules, return_lse)
+    ):
         y, lse = in_graph(q, k, v, layouts, rules)
     else:
-        y, lse = backend.attention(q, k, v, layouts, rules, return_lse or sinks is not None)
+        y, lse = backend.attention(q, k, v, layouts, rules, return_lse)
     return (y, lse) if sinks is None else add_sinks(y, lse, sinks)
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...layout import BlockLayout
 from ..checks import accumulator
-from ..graph_layout import pack_layouts, unpack_layouts
+from ..graph_layout import is_exporting, pack_layouts, unpack_layouts
 from ..registry import Op
 from ..torch_op import LIBRARY, define_op
 from . import cpu, gathered, reference, triton
@@ -22,6 +22,18 @@ from .rules import Rules
 
 # Gathered rows serve every device.
 ATTENTION = Op("attention", triton, cpu, reference, fallback=gathered)
+
+
+def runs_as_op(
+    backend: Any, q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool
+) -> bool:
+    """Return whether a compiled graph has PyTorch's op for a call, and not the operations of the backend.
+
+    Exported graphs use PyTorch's own operations, so that other runtimes can run them.
+    """
+    if backend is triton:
+        return triton.uses_kernels(q, k, v, layouts, rules, return_lse)
+    return backend is gathered and not is_exporting()
 
 
 def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules) -> tuple[Tensor, Tensor]:
@@ -63,10 +75,12 @@ def _attention_backward(
     seed: Tensor | None, indices: Sequence[Tensor], sizes: Sequence[int], *numbers: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, computed per distinct layout."""
-    run: Callable[..., Sequence[Tensor]] = cpu.gradients
-    if cpu.unsupported_reason(q.device, q.dtype):
-        run = gathered.gradients
     rules, layouts = _rules(spans, seed, *numbers), _layouts(indices, sizes)
+    run: Callable[..., Sequence[Tensor]] = gathered.gradients
+    if ATTENTION.on(q.device, q.dtype) is triton and triton.can_serve(q, v, rules):
+        run = triton.gradients
+    elif not cpu.unsupported_reason(q.device, q.dtype):
+        run = cpu.gradients
     of_queries = y, lse, grad, grad_lse
     groups = gathered.heads_by_layout(layouts)
     if len(groups) == 1:

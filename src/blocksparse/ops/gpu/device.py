@@ -1,4 +1,4 @@
-"""Device functions that GPU kernels share: lanes over blocks, loads of tiles, the end of a sum.
+"""Device functions that GPU kernels share: lanes over blocks, loads of tiles, tanh, the end of a sum.
 
 The inner dimension consists of lanes: lane l of a task is feature l % WIDTH of its entry l // WIDTH, so one step
 gathers several small blocks or a part of a large one. WIDTH is the block's side rounded up to a power of two; lanes
@@ -99,6 +99,25 @@ def activated(sums, ACTIVATION: tl.constexpr):
         small = tl.exp(-tl.abs(sums))  # never overflows
         sums = sums * (tl.where(sums < 0, small, 1) / (1 + small))
     return sums
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh as in Cephes: a polynomial or rational function near 0, where (1 - e^-2x) / (1 + e^-2x) cancels."""
+    size = tl.abs(x)
+    near = size < 0.625
+    z = tl.where(near, x, 0)
+    square = z * z
+    if x.dtype == tl.float64:
+        above = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
+        below = (square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3
+        polynomial = above / (below * square + 4.84406305325125486048e3)
+    else:
+        polynomial = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
+        polynomial = (polynomial * square + 1.33314422036e-1) * square - 3.33332819422e-1
+    small = tl.exp(-2 * size)
+    far = (1 - small) / (1 + small)
+    return tl.where(near, z + z * square * polynomial, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -5,31 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..gpu.device import tanh
+
 
 @triton.jit
 def _sigmoid(x):
     """Return 1 / (1 + e^-x) without overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0, small, 1) / (1 + small)
-
-
-@triton.jit
-def _tanh(x):
-    """Return tanh as in Cephes: a polynomial or rational function near 0, where (1 - e^-2x) / (1 + e^-2x) cancels."""
-    size = tl.abs(x)
-    near = size < 0.625
-    z = tl.where(near, x, 0)
-    square = z * z
-    if x.dtype == tl.float64:
-        above = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
-        below = (square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3
-        polynomial = above / (below * square + 4.84406305325125486048e3)
-    else:
-        polynomial = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
-        polynomial = (polynomial * square + 1.33314422036e-1) * square - 3.33332819422e-1
-    small = tl.exp(-2 * size)
-    far = (1 - small) / (1 + small)
-    return tl.where(near, z + z * square * polynomial, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -57,11 +40,11 @@ def activate(i, f, g, o, c_row, h_row, c_out_row, gates_row, j, hidden, mask):
     """Activate the gates and store the new states c and h, and also the activated gates unless `gates_row` is None."""
     i = _sigmoid(i)
     f = _sigmoid(f)
-    g = _tanh(g)
+    g = tanh(g)
     o = _sigmoid(o)
     c = f * tl.load(c_row + j, mask=mask, other=0) + i * g
     tl.store(c_out_row + j, c, mask=mask)
-    tl.store(h_row + j, o * _tanh(c), mask=mask)
+    tl.store(h_row + j, o * tanh(c), mask=mask)
     if gates_row is not None:
         tl.store(gates_row + j, i, mask=mask)
         tl.store(gates_row + hidden + j, f, mask=mask)
@@ -120,7 +103,7 @@ def lstm_gates_backward_kernel(
     g = tl.load(gates + 2 * hidden, mask=mask, other=0).to(SUM_DTYPE)
     o = tl.load(gates + 3 * hidden, mask=mask, other=0).to(SUM_DTYPE)
     c_before = tl.load(c_before_ptr + row * c_before_stride + j, mask=mask, other=0)
-    t = _tanh(tl.load(c_ptr + row * c_stride + j, mask=mask, other=0))
+    t = tanh(tl.load(c_ptr + row * c_stride + j, mask=mask, other=0))
     at_h = tl.zeros((ROWS, FEATURES), SUM_DTYPE)
     if grad_h_ptr is not None:
         at_h += tl.load(grad_h_ptr + row * grad_h_stride + j, mask=mask, other=0).to(SUM_DTYPE)
