@@ -39,14 +39,15 @@ def test_scores_are_those_of_paths(grid, monkeypatch):
     monkeypatch.setattr(chts, "ROWS_AT_ONCE", 5)
     for density in (0.1, 0.3, 0.7):
         mask = np.random.default_rng(int(10 * density)).random(grid) < density
-        scores = path_scores(torch.from_numpy(mask).double()).numpy()
+        scores = path_scores(bs.BlockLayout(mask, 1), torch.float64).numpy()
         absent = ~mask
         np.testing.assert_allclose(scores[absent], counted(mask)[absent], rtol=1e-12)
+        np.testing.assert_allclose(path_scores(bs.BlockLayout(mask, 1)).numpy(), scores, rtol=1e-5)
 
 
 def test_a_path_by_hand():
     # Row 0 and row 1 share column 0, and row 1 has column 1: one path predicts (0, 1), over row 1 and over column 0.
-    scores = path_scores(torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
+    scores = path_scores(bs.BlockLayout([[1, 0], [1, 1]], 1))
     # Row 1 has no block besides the shared one and the predicted one, nor has column 0: (1 + 1) / (0 + 1) for each.
     assert scores[0, 1] == 4
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...ops.linear import linear, linear_transposed
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.weight_handle import WeightHandle
@@ -22,7 +23,7 @@ from .growth import draw_by_score, draw_places
 from .set import SET
 
 MAX_PLACES = 1 << 27  # of a grid, whose scores are all computed
-ROWS_AT_ONCE = 1 << 11
+ROWS_AT_ONCE = 1 << 7
 
 
 class CHTs(SET):
@@ -117,9 +118,9 @@ class CHTs(SET):
 
 
 def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
-    """Return logarithms of CH2-L3n scores of all places without the dropped blocks, float64 `[rows, columns]`.
+    """Return logarithms of CH2-L3n scores of all places without the dropped blocks, float32 `[rows, columns]`.
 
-    Those of places without a score, and of padding, are below all others. Blocks that stay have -inf.
+    Those of places without a score, and then of padding, are below all others. Blocks that stay have -inf.
     """
     layout = weight.layout
     if layout.grid[0] * layout.grid[1] > MAX_PLACES:
@@ -127,14 +128,14 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
             "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
         )
     keys = layout.keys_of_blocks()[~drop]
-    mask = torch.zeros(layout.grid, dtype=torch.float64)
-    mask.view(-1)[torch.from_numpy(keys)] = 1
-    scores = _logarithms(path_scores(mask).numpy())
-    padding = np.ones(layout.grid, dtype=bool)
-    padding[np.ix_(*lines_of(weight))] = False
-    scores[padding] -= 1e6
-    scores.reshape(-1)[keys] = -np.inf
-    return scores
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(path_scores(BlockLayout._from_keys(keys, layout.grid, (1, 1))).numpy())
+    # These bounds are apart by more than random numbers can bridge.
+    np.maximum(logarithms, -200, out=logarithms)
+    padding = [np.delete(np.arange(size), side) for size, side in zip(layout.grid, lines_of(weight), strict=True)]
+    logarithms[padding[0]] = logarithms[:, padding[1]] = -1000
+    logarithms.reshape(-1)[keys] = -np.inf
+    return logarithms
 
 
 def without_returning(
@@ -147,27 +148,27 @@ def without_returning(
     return drop & ~np.isin(keys, grow), rows, cols
 
 
-def path_scores(mask: Tensor) -> Tensor:
-    """Return the CH2-L3n score of each place of a pattern, float64 `[rows, columns]`.
+def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the CH2-L3n score of each place of a pattern of single blocks, `[rows, columns]` on the CPU.
 
     With B the pattern and D = B B^T, D_ij counts the columns that rows i and j share, and row j has
     e_ij = max(blocks of row j - D_ij, 1) - 1 other blocks besides the predicted one. A path from row i over row j to
     column k counts (D_ij + 1) / (e_ij + 1) where D_ij > 0. Paths over columns count likewise, and both are added.
-
-    Args:
-        mask: 1 for blocks of the pattern, 0 for others, float64 `[rows, columns]`.
     """
-    return _paths_over_rows(mask) + _paths_over_rows(mask.T.contiguous()).T
+    with torch.autocast("cpu", enabled=False):
+        return _paths_over_rows(layout, dtype).add_(_paths_over_rows(layout.T, dtype).T)
 
 
-def _paths_over_rows(mask: Tensor) -> Tensor:
+def _paths_over_rows(layout: BlockLayout, dtype: torch.dtype) -> Tensor:
     """Return the sum over paths row - row - column, `[rows, columns]`; see `path_scores`."""
-    scores, degrees = torch.empty_like(mask), mask.sum(1)
+    scores, mask = torch.empty(layout.grid, dtype=dtype, device="cpu"), layout.mask()
+    values = torch.ones(layout.values_shape, dtype=dtype, device="cpu")
+    degrees = torch.from_numpy(np.diff(layout.row_start)).to(dtype)
     for first in range(0, len(mask), ROWS_AT_ONCE):
-        shared = mask[first : first + ROWS_AT_ONCE] @ mask.T
-        linked = shared > 0
-        others = ((degrees - shared) * linked).clamp(min=1) - 1
-        scores[first : first + ROWS_AT_ONCE] = ((shared + linked) / (others + 1)) @ mask
+        shared = linear(mask[first : first + ROWS_AT_ONCE].to(dtype), values, layout)
+        others = (degrees - shared).clamp_(min=1)
+        weights = shared.add_(shared.sign()).div_(others)
+        scores[first : first + ROWS_AT_ONCE] = linear_transposed(weights, values, layout)
     return scores
 
 

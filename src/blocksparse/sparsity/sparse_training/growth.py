@@ -15,7 +15,7 @@ from ...nn.module import BlockSparseModule
 from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
 from ..lines import Lines, coverable, lines_of
-from ..selection import TieBreak
+from ..selection import TieBreak, mark_smallest
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
 INITS = ("zeros", "he", "xavier")
@@ -110,7 +110,9 @@ def draw_places(
             default each free place is equally likely.
     """
     layout, lines = weight.layout, lines_of(weight)
-    keys = layout.keys_of_blocks()[~drop]
+    stays = np.flatnonzero(~drop)
+    taken = layout.row_of_block[stays], layout.col_of_block[stays]
+    keys = taken[0] * layout.grid[1] + taken[1]
     if constant_fan_in:
         rows = layout.row_of_block[drop]
         if logarithms is None:
@@ -119,11 +121,10 @@ def draw_places(
     if logarithms is None:
         drawn = draw_unused(keys, layout.grid, int(drop.sum()), generator, lines)
     else:
-        places = draw_by_score(logarithms.reshape(-1), int(drop.sum()), generator)
-        drawn = np.divmod(np.sort(places), layout.grid[1])
+        drawn = np.divmod(draw_by_score(logarithms.reshape(-1), int(drop.sum()), generator), layout.grid[1])
     if not keep_lines:
         return drawn
-    return move_to_empty_lines(keys, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+    return move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
 
 
 def _draw_in_rows(
@@ -151,22 +152,31 @@ def _draw_in_rows_by_score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw a place in each of these rows, in several if a row is repeated; see `draw_by_score`."""
     height, width = logarithms.shape
-    order = (-logarithms - generator.gumbel(size=logarithms.shape)).argsort(1)
+    order = _keys_of_draws(logarithms, generator).argsort(1)
     lines, ranks = np.nonzero(np.arange(width) < np.bincount(rows, minlength=height)[:, None])
     return np.divmod(np.sort(lines * width + order[lines, ranks]), width)
 
 
 def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw different positions one after another, each with a probability proportional to exp of its logarithm.
+    """Draw different positions one after another, each with a probability proportional to exp of its logarithm; sorted.
 
     -inf is never drawn unless no other is left.
-
-    Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006), in the form of Gumbel keys.
     """
-    if count <= 0:
-        return np.empty(0, dtype=np.int64)
-    keys = logarithms + generator.gumbel(size=logarithms.size)
-    return np.argpartition(-keys, count - 1)[:count].astype(np.int64)
+    return np.flatnonzero(mark_smallest(_keys_of_draws(logarithms, generator), count))
+
+
+def _keys_of_draws(logarithms: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Return random keys, whose order is that of draws one after another with probabilities of these logarithms.
+
+    Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006).
+    """
+    keys = np.empty_like(logarithms)
+    for first in range(0, keys.size, DRAW_CHUNK):  # in float64, since many small float32 numbers are equal
+        chunk = keys.reshape(-1)[first : first + DRAW_CHUNK]
+        chunk[:] = generator.standard_exponential(chunk.size)
+    np.log(keys, out=keys)
+    keys -= logarithms
+    return keys
 
 
 def draw_unused(
@@ -195,12 +205,14 @@ def draw_unused(
             return lines[0][rows], lines[1][cols]
     # The k-th free place is k plus the number of taken places before it.
     drawn = _draw_distinct(generator, grid[0] * grid[1] - taken.size, count)
-    drawn += np.searchsorted(taken - np.arange(taken.size), drawn, side="right")
+    free_before = np.arange(taken.size)
+    np.subtract(taken, free_before, out=free_before)
+    drawn += np.searchsorted(free_before, drawn, side="right")
     return np.divmod(drawn, grid[1])
 
 
 def move_to_empty_lines(
-    keys: np.ndarray,
+    taken: tuple[np.ndarray, np.ndarray],
     drawn: tuple[np.ndarray, np.ndarray],
     columns: int,
     lines: Lines,
@@ -208,12 +220,13 @@ def move_to_empty_lines(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Move some of the drawn places so that as few of these lines as possible have no block; return all, sorted.
 
-    `keys` are row * columns + column of the blocks that stay.
+    `taken` are the rows and columns of the blocks that stay.
     """
     rows, cols = (
-        spread_lines(places, side, generator, used)
-        for places, side, used in zip(drawn, lines, np.divmod(keys, columns), strict=True)
+        spread_lines(places, side, generator, used) for places, side, used in zip(drawn, lines, taken, strict=True)
     )
+    if rows is drawn[0] and cols is drawn[1]:  # nothing has moved
+        return drawn
     return np.divmod(np.sort(rows * columns + cols), columns)
 
 
@@ -273,6 +286,7 @@ def _draw_distinct(generator: np.random.Generator, population: int, count: int) 
         return np.delete(np.arange(population), _draw_distinct(generator, population, population - count))
     drawn = np.empty(0, dtype=np.int64)
     while drawn.size < count:
-        drawn = np.sort(np.concatenate([drawn, generator.integers(population, size=count - drawn.size)]))
+        more = np.sort(generator.integers(population, size=count - drawn.size))
+        drawn = np.sort(np.concatenate([drawn, more]), kind="stable")  # merges the two
         drawn = drawn[np.flatnonzero(np.diff(drawn, prepend=-1))]  # np.unique hashes, which is ten times slower
     return drawn
