@@ -28,6 +28,8 @@ from .indices import (
     copy_to_tensor,
     index_dtype,
     is_hypersparse,
+    merge,
+    other_positions,
 )
 from .optional_torch import has_torch, tensor_or_array, torch
 
@@ -218,9 +220,10 @@ class BlockLayout:
         """The block row of each stored block, int64 `[nnz]`, read-only; not cached for a large layout."""
         rows = self._rows
         if rows is None:
-            rows = copy_to_read_only(np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self.row_start)))
+            rows = np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self.row_start))
+            rows.flags.writeable = False
             if self.nnz < LARGE:
-                self.__dict__["_rows"] = rows
+                self.__dict__["_rows"] = rows = copy_to_read_only(rows)
         return rows
 
     @property
@@ -354,24 +357,21 @@ class BlockLayout:
         """
         drop = checked_indices("drop", drop, self.nnz)
         rows, cols = checked_pairs(rows, cols, self.grid)
-        stays = np.ones(self.nnz, dtype=bool)
-        stays[drop] = False
-        source = np.flatnonzero(stays)
-        if source.size != self.nnz - drop.size:
+        positions = other_positions(drop, self.nnz)
+        if positions.size != self.nnz - drop.size:
             raise BlockSparseError.expected("drop", "each position once", "a position more than once")
-        added = np.sort(rows * self.grid[1] + cols)
+        added = rows * self.grid[1] + cols
+        if (added[1:] < added[:-1]).any():
+            added.sort()
         check_unique(added, self.grid)
-        old = self.keys_of_blocks()[source]
-        at = np.searchsorted(old, added)
-        present = old[np.minimum(at, old.size - 1)] == added if old.size else np.zeros(0, dtype=bool)
-        if present.any():
-            got = f"block {divmod(int(added[np.argmax(present)]), self.grid[1])}"
-            raise BlockSparseError.expected("rows and cols", "blocks that the layout does not have", got)
-        keys = np.insert(old, at, added)  # stays sorted, as both are
-        del old, added, stays, present  # of a large layout each takes as much memory as its values
+        old = self.keys_of_blocks()[positions]
+        at, at_old = merge(old, added, self.grid)
+        keys = np.empty(at_old.size + at.size, dtype=np.int64)
+        keys[at], keys[at_old] = added, old
+        del old, added  # of a large layout each takes as much memory as its values
         new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
-        del keys
-        return new, tensor_or_array(np.insert(source, at, -1))
+        keys[at], keys[at_old] = -1, positions
+        return new, tensor_or_array(keys)
 
     def keys_of_blocks(self) -> np.ndarray:
         """Return row * in_blocks + column of each stored block, int64 `[nnz]`, ascending, a new array."""

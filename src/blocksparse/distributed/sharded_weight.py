@@ -17,6 +17,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..surgery.optimizer import Measures
+from ..surgery.rows import true_positions
 from ..surgery.sharding import is_dtensor
 from ..surgery.weight_handle import LocalWeight, NewValues, WeightHandle, remap_blocks
 from .fsdp import record_of, replace_shard, sharded_like
@@ -169,8 +170,9 @@ class ShardedWeight(WeightHandle):
         if self._shard is not None:
             remap = self._shard.remapping(source.numpy(), self.parameter.shape[0])
             grown = grown[self._shard.local_slice(mine.nnz)]
-        values = self._move_values(remap, grown, new)
-        self._carry_state(optimizer, remap, grown, values, survivors, mine.nnz)
+        places = true_positions(grown)
+        values = self._move_values(remap, places, new)
+        self._carry_state(optimizer, remap, places, values, survivors, mine.nnz)
         if self._shard is None:
             self.module.change_layout(mine, values)
         else:

@@ -16,7 +16,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from .optimizer import SECOND_MOMENTS, Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
-from .rows import fill_rows, take_rows, true_positions
+from .rows import fill_rows, put_rows, take_rows, true_positions
 from .sharding import local_of, may_be_sharded, sharding
 
 NewValues = Tensor | Callable[[np.ndarray], Tensor]
@@ -122,7 +122,7 @@ class WeightHandle(ABC):
         """Return the values after a change, with those of new blocks."""
         values = move(self.local)
         if new is not None:
-            values.index_copy_(0, true_positions(grown).to(values.device), new.to(values))
+            put_rows(values, grown.to(values.device), new)
         return values
 
     def _carry_state(
@@ -139,12 +139,12 @@ class WeightHandle(ABC):
         Args:
             optimizer: an optimizer that trains the weight, or None.
             move: maps a tensor over the old local blocks to one over the new local blocks, with 0 for new ones.
-            grown: bool `[new local nnz]`, the blocks that are new.
+            grown: int64, the positions of new blocks among the new local blocks.
             values: the values of the new local blocks.
             survivors: the old positions of the blocks that stay; None if no process has new blocks.
             nnz: the number of blocks in the module's new layout.
         """
-        places = true_positions(grown).to(values.device)
+        places = grown.to(values.device)
         for state, group, has_clock in states_of(self.parameter, optimizer):
             if has_clock and survivors is not None and BLOCK_AGE not in state:
                 ages = torch.full((len(self.local), 2), 255.0, device=values.device)  # all blocks are as old as can be
@@ -159,7 +159,7 @@ class WeightHandle(ABC):
                     start = start_of(name, group, partial(self._measure, local, survivors))
                 moved = move(local)
                 if start is None:
-                    moved.index_copy_(0, places, take_rows(values, places).to(moved))
+                    put_rows(moved, places, take_rows(values, places))
                 elif start:
                     fill_rows(moved, places, start)
                 state[name] = self._shard_state(tensor, moved, nnz)
@@ -184,8 +184,8 @@ class WeightHandle(ABC):
         if (used := self.used) is not None:
             real = self._real(used, positions).to(state.device).expand_as(state)
             state = state[real]
-        if self.is_whole and not (state < 0).any():  # then the weights are not looked at
-            return measure_state(state, None)
+        if self.is_whole and not (measures := measure_state(state, None)).negative:
+            return measures  # without a look at the weights
         weights = take_rows(self.local, stays)
         return self._all_reduce(measure_state(state, weights if real is None else weights[real]))
 
@@ -244,13 +244,12 @@ class LocalWeight(WeightHandle):
     ) -> None:
         """Change the layout, with the values and the state of the optimizer; see `WeightHandle.set_layout`."""
         source = source.cpu()
-        grown = source < 0
+        move = BlockMove(source)
         if callable(new):
-            new = new(np.arange(int(grown.sum())))
-        move = partial(remap_blocks, source=source)
-        values = self._move_values(move, grown, new)
-        survivors = take_rows(source, true_positions(~grown)) if grown.any() else None
-        self._carry_state(optimizer, move, grown, values, survivors, layout.nnz)
+            new = new(np.arange(move.grown.numel()))
+        values = self._move_values(move, move.grown, new)
+        survivors = take_rows(source, true_positions(source >= 0)) if move.grown.numel() else None
+        self._carry_state(optimizer, move, move.grown, values, survivors, layout.nnz)
         self.module.change_layout(layout, values)
         self.layout = layout
 
@@ -281,17 +280,31 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
     >>> bs.sparsity.remap_blocks(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
     tensor([5., 0., 7.])
     """
-    source = source.to(tensor.device)
-    if not len(tensor):
-        moved = tensor.new_zeros(source.numel(), *tensor.shape[1:])
-    else:  # several times as fast as an assignment to the blocks that stay
-        moved = take_rows(tensor, source.clamp(min=0))
-    grown = true_positions(source < 0)
-    if new is not None:
-        moved.index_copy_(0, grown, new.to(moved))
-    elif grown.numel():
-        fill_rows(moved, grown, 0)
-    return moved
+    return BlockMove(source.to(tensor.device))(tensor, new)
+
+
+class BlockMove:
+    """The move of per-block data to another layout, prepared once for several tensors; see `remap_blocks`."""
+
+    def __init__(self, source: Tensor):
+        self.grown = true_positions(source < 0)
+        if source.device.type == "cpu":  # NumPy's large arrays are several times as fast as PyTorch's
+            self._rows = torch.from_numpy(np.maximum(source.numpy(), 0))
+        else:
+            self._rows = source.clamp(min=0)
+
+    def __call__(self, tensor: Tensor, new: Tensor | None = None) -> Tensor:
+        """Return the tensor `[nnz, ...]` in the order of the new layout."""
+        grown = self.grown.to(tensor.device)
+        if not len(tensor):
+            moved = tensor.new_zeros(self._rows.numel(), *tensor.shape[1:])
+        else:  # several times as fast as an assignment to the blocks that stay
+            moved = take_rows(tensor, self._rows.to(tensor.device))
+        if new is not None:
+            put_rows(moved, grown, new)
+        elif grown.numel():
+            fill_rows(moved, grown, 0)
+        return moved
 
 
 def carry_state(optimizer: Any, parameter: Tensor, source: Tensor) -> None:

@@ -132,8 +132,13 @@ def nearest_zero(
         return mark_smallest(stored_norms(weight, norm), round(zeta * nnz), tie_break)
     wide = values if values.dtype == torch.float64 else values.float()
     weights = weight.gather(wide.reshape(-1)).cpu().numpy()
+
+    def smallest(side: np.ndarray) -> np.ndarray:
+        """Return the positions of the smallest weights among these positions."""
+        marks = mark_smallest(np.abs(weights[side]), round(zeta * side.size), lambda equal: tie_break(side[equal]))
+        return side[np.flatnonzero(marks)]
+
     drop = weights == 0
-    for side in (weights > 0, weights < 0):
-        count = round(zeta * np.count_nonzero(side))
-        drop |= mark_smallest(np.where(side, np.abs(weights), np.inf), count, tie_break)
+    drop[smallest(np.flatnonzero(weights > 0))] = True
+    drop[smallest(np.flatnonzero(weights < 0))] = True
     return drop
