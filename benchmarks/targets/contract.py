@@ -48,7 +48,8 @@ def _cases_to_check() -> Iterator[tuple[type[Bench], object]]:
         config = CharLMConfig(cell=cell, width=288, embedding=32, pattern="barabasi_albert", m=3)
         yield LstmBench, LstmSpec(config, 5, 4, dtype)
     yield MlpBench, MlpSpec(40, 0.25, 32, 256, hidden=384)
-    yield AttentionBench, AttentionSpec(256, 0.4, 32, 32, heads=2)
+    for pass_ in ("forward", "train"):
+        yield AttentionBench, AttentionSpec(256, 0.4, 32, 32, heads=2, pass_=pass_)
     yield ExpertsBench, ExpertsSpec(40, 0.25, 32, 256, hidden=384, experts=4, chosen=2)
     yield GruBench, GruSpec(40, 0.25, 32, 256, steps=8)
 

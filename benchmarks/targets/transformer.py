@@ -1,15 +1,17 @@
-"""Parts of transformers in inference on a GPU: the gated MLP, attention on a layout, a linear layer with 2:4 weights.
+"""Parts of transformers on a GPU: the gated MLP, attention on a layout, a linear layer with 2:4 weights.
 
 The peers:
     dense       the same part with dense weights; PyTorch's dense attention.
     three       for the gated MLP, its three products one by one, with the same block-sparse weights.
     flex        for attention, PyTorch's FlexAttention with a mask of the same blocks.
+    kernels     for attention, our Triton kernels, also where our function calls FlexAttention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +24,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.nn import GatedMLP, attention
 from blocksparse.ops.linear import linear
+from blocksparse.ops.registry import use_backend
 from blocksparse_lab.bench.case import OURS, Bench, Case, check_errors, forward, relative_error
 
 
@@ -70,18 +73,24 @@ class MlpSpec(PartSpec):
 
 @dataclass(frozen=True)
 class AttentionSpec(PartSpec):
-    """Self-attention on one text; `features` are per head.
+    """Self-attention on one text, forward or as a training step ("train"); `features` are per head.
 
     >>> print(AttentionSpec(4096, 0.1, 128, 64, heads=16))
     attention of 16 heads of 64, 4096 tokens, block 128, density 0.1
     """
 
     heads: int
+    pass_: str = "forward"
 
     small: ClassVar = {"tokens": 256, "features": 16, "heads": 2}
 
     def __str__(self) -> str:
-        return self._describe(f"attention of {self.heads} heads of {self.features}")
+        step = "training step of " if self.pass_ == "train" else ""
+        return self._describe(f"{step}attention of {self.heads} heads of {self.features}")
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = super().as_dict()
+        return {**fields, "pass": fields.pop("pass_")}
 
 
 @dataclass(frozen=True)
@@ -177,35 +186,63 @@ def _gated_mlp(product: Callable[..., Tensor], x: Tensor, weights: list[Any]) ->
 class AttentionCase(PartCase):
     """Attention on a layout and its peers."""
 
-    peers = ("dense", "flex")
+    peers = ("dense", "flex", "kernels")
     layout: BlockLayout
 
     def __init__(self, spec: AttentionSpec, seed: int = 0, device: torch.device | None = None):
         super().__init__(spec, seed, device)
         self.layout = patterns.random((spec.tokens, spec.tokens), spec.block, density=spec.density, seed=seed)
-        self.qkv = [self.randn(1, spec.heads, spec.tokens, spec.features) for _ in range(3)]
+        *self.qkv, self.grad = (self.randn(1, spec.heads, spec.tokens, spec.features) for _ in range(4))
 
     def call(self, name: str, copy: int = 0) -> Call:
-        if name == "dense":
-            return forward(F.scaled_dot_product_attention, *self.qkv)
+        function: Callable[..., Tensor] = F.scaled_dot_product_attention
         if name == OURS:
-            return forward(lambda q, k, v: attention(q, k, v, self.layout), *self.qkv)
-        return forward(_flex_attention(self.layout, self.device), *self.qkv)
+            function = partial(attention, layout=self.layout)
+        elif name != "dense":
+            if self.device.type != "cuda":
+                raise NotImplementedError("FlexAttention and our kernels are timed on a GPU")
+            function = self._by_kernels if name == "kernels" else _flex_attention(self.layout)
+        return self.pass_call(function, *self.qkv)
 
-    def exact(self) -> Tensor:
+    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with use_backend("triton"):
+            y: Tensor = attention(q, k, v, self.layout)
+        return y
+
+    def exact_results(self) -> dict[str, Tensor]:
+        """Return the correct results of a call in float64: y, or the gradients of q, k and v."""
         mask = self.layout.mask().repeat_interleave(self.spec.block, 0).repeat_interleave(self.spec.block, 1)
-        mask = mask.to(self.device)
-        heads = zip(*(tensor.double().unbind(1) for tensor in self.qkv), strict=True)  # head by head, to save memory
-        each = [F.scaled_dot_product_attention(q, k, v, mask) for q, k, v in heads]
-        return torch.stack(each, 1).masked_fill(~mask.any(1)[:, None], 0)
+        mask, train, heads = mask.to(self.device), self.spec.pass_ == "train", []
+        for *qkv, grad in zip(*(each.double().unbind(1) for each in (*self.qkv, self.grad)), strict=True):
+            q, k, v = (each.requires_grad_(train) for each in qkv)  # head by head, to save memory
+            y = F.scaled_dot_product_attention(q, k, v, mask).masked_fill(~mask.any(1)[:, None], 0)
+            heads.append(torch.autograd.grad(y, (q, k, v), grad) if train else (y,))
+        names = ("grad_q", "grad_k", "grad_v") if train else ("y",)
+        return {name: torch.stack(each, 1) for name, each in zip(names, zip(*heads, strict=True), strict=True)}
+
+    def errors(self, call: Call) -> dict[str, float]:
+        results: Any = call()
+        found = results if self.spec.pass_ == "train" else (results,)
+        exact = self.exact_results()
+        return {name: relative_error(mine, exact[name]) for name, mine in zip(exact, found, strict=True)}
+
+    def check(self, seed: int) -> dict[str, float]:
+        errors = self.errors(self.call(OURS))
+        check_errors(self.bound, errors, self.spec)
+        return errors
+
+    def find_fault(self, name: str, call: Call) -> str | None:
+        if name == "dense":
+            return None
+        errors = self.errors(call)
+        wrong = [f"{each} has a relative L2 error of {error:g}" for each, error in errors.items()]
+        return None if max(errors.values()) <= 10 * self.bound else f"wrong: {name}'s {', '.join(wrong)}"
 
 
-def _flex_attention(layout: BlockLayout, device: torch.device) -> Callable[..., Tensor]:
-    if device.type != "cuda":
-        raise NotImplementedError("compiled FlexAttention is timed on a GPU")
+def _flex_attention(layout: BlockLayout) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    table, (height, width) = layout.mask().to(device), layout.block_shape
+    table, (height, width) = layout.mask().cuda(), layout.block_shape
     mask = create_block_mask(
         lambda b, h, i, j: table[i // height, j // width], None, None, *layout.shape, device="cuda"
     )
@@ -261,5 +298,6 @@ TRANSFORMER: tuple[tuple[type[Bench], Any, float | None], ...] = (
     (MlpBench, MlpSpec(4096, 0.05, 128, 4096, hidden=14336), 12.0),
     (AttentionBench, _attention, None),
     (AttentionBench, replace(_attention, block=32), None),
+    *((AttentionBench, replace(_attention, block=block, pass_="train"), None) for block in (128, 64, 32, 16)),
     (SemiStructuredBench, SemiStructuredSpec(8192, 0.5, 1, 8192), None),
 )
