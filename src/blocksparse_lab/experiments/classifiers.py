@@ -277,10 +277,10 @@ def _methods(
     # Prunes three times the least important fifth of a layer's remaining neurons.
     importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
     return ClassifierExperiment(
-        about=f"MLPs on {label}: dense, with a fixed sparse layout, and with a layout that SET or RigL changes. "
-        "Variants of SET give new weights random values as published (he), use ReLU in place of All-ReLU, prune by "
-        "importance, or mutate elastically as MEST does. 2:4 sparse MLPs, and dense ones with equal weights that are "
-        "narrow or have one hidden layer, are baselines"
+        about=f"MLPs on {label}: dense, with a fixed sparse layout, and with a layout that SET or another method "
+        "changes. Variants of SET give new weights random values as published (he), use ReLU in place of All-ReLU, "
+        "prune by importance, or mutate elastically as MEST does. 2:4 sparse MLPs, and dense ones with equal weights "
+        "that are narrow or have one hidden layer, are baselines"
         + (". In one variant of SET all seeds begin with the same layout" if together else ""),
         data=data,
         minutes=MINUTES[data],
