@@ -53,6 +53,14 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
     return float(value)
 
 
+def positive_fraction(name: str, value: Any) -> float:
+    """Return the value as a float after a check: above 0 and at most 1. Bools are refused."""
+    real = is_int(value) or isinstance(value, float | np.floating)
+    if not real or not 0 < value <= 1:
+        raise BlockSparseError.expected(name, "a number above 0 and at most 1", repr(value))
+    return float(value)
+
+
 def checked_block(block_size: Any) -> tuple[int, int]:
     """Return (rows, columns) of a block size after a check."""
     pair = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)

@@ -44,9 +44,9 @@ def test_erdos_renyi():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: erk(LENET, 1.5), "density: expected a number from 0 to 1, got 1.5"),
-        (lambda: erk(LENET, 0), "density: expected one that leaves a layer .* a block"),
-        (lambda: erk([(1000, 1000), (2, 2)], 1e-7), "density: expected one that leaves a layer"),
+        (lambda: erk(LENET, 1.5), "density: expected a number above 0 and at most 1, got 1.5"),
+        (lambda: erk(LENET, 0), "density: expected a number above 0 and at most 1, got 0"),
+        (lambda: erk([(1000, 1000), (2, 2)], 1e-7), "density: expected one that leaves a layer .* a block"),
         (lambda: erk([], 0.1), "shapes: expected one shape or more"),
         (lambda: erk([(3,)], 0.1), "shape: expected positive ints"),
         (lambda: erdos_renyi_density((10, 0), 1), "shape: expected positive ints"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..checked import integer, number
+from ..checked import integer, number, positive_fraction
 from ..conversion.speed import Example
 from ..errors import BlockSparseError
 from ..files import writable_folder
@@ -95,8 +95,7 @@ def compress(
 
     Source: Kurtic et al., Sparse fine-tuning for inference acceleration of large language models (2023).
     """
-    if not number("density", density, 0, 1):
-        raise BlockSparseError.expected("density", "a number above 0 and at most 1", density)
+    positive_fraction("density", density)
     if minutes is not None and steps is not None:
         raise BlockSparseError("minutes and steps: give one of them, the other follows from it.")
     if steps is not None:

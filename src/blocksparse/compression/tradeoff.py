@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..checked import number
+from ..checked import positive_fraction
 from ..conversion.selection import Plan, ScoredSelection
 from ..conversion.sparsify import Survey, no_weights_error, select_blocks, sparsify, survey_weights
 from ..conversion.speed import Example, keep_faster
@@ -205,7 +205,7 @@ def tradeoff(
     """
     if not isinstance(densities, Sequence) or not densities:
         raise BlockSparseError.expected("densities", "a list of numbers, such as [0.25]", repr(densities))
-    targets = [number("densities", density, 0, 1) for density in densities]
+    targets = [positive_fraction("densities", density) for density in densities]
     begin = time.monotonic()
     model = unwrapped_model(model)
     skip, model = skip_by_name(model, skip), copy_model(model)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..checked import positive_fraction
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..sparsity.selection import check_density, rank_scores, top_blocks
@@ -136,8 +137,7 @@ class ScoredSelection(Selection):
         self.density, self.scope = density, scope
         self.blocks = {name: weight.blocks for name, weight in self.weights.items()}
         for value in density.values() if isinstance(density, Mapping) else [density]:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise BlockSparseError.expected("density", "a number above 0 and at most 1", repr(value))
+            positive_fraction("density", value)
         if isinstance(density, Mapping):
             for name, value in density.items():
                 check_density(value, {name: self.blocks[name]}, "layer")

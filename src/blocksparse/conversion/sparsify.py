@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checked import checked_block, number
+from ..checked import checked_block, positive_fraction
 from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning, format_reasons
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
@@ -296,7 +296,8 @@ def select_blocks(
         )
     else:
         if criterion is None and not isinstance(density, Mapping):
-            criterion = energy_shares(model, batches, candidates.weights.values(), number("density", density, 0, 1))
+            share = positive_fraction("density", density)
+            criterion = energy_shares(model, batches, candidates.weights.values(), share)
         # These scores have a minimum per weight already, and fitting makes up for what rows lose.
         scope = "global" if scope == "careful" else scope
         selection = ScoredSelection(candidates.weights, density, "l2" if criterion is None else criterion, scope)

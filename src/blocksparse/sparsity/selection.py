@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checked import number
+from ..checked import positive_fraction
 from ..errors import BlockSparseError
 from ..surgery.blocks import Blocks, reduce_blocks
 from ..surgery.weight_handle import WeightHandle
@@ -170,7 +170,7 @@ class DensityLimit:
     blocks: Mapping[str, Blocks]
 
     def __post_init__(self) -> None:
-        density = 1.0 if self.density is None else number("density", self.density, 0, 1)
+        density = 1.0 if self.density is None else positive_fraction("density", self.density)
         check_density(density, self.blocks, self.scope)
 
     def __call__(self, masks: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse import patterns, sparsity
-from blocksparse.checked import integer, number
+from blocksparse.checked import integer, number, positive_fraction
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
@@ -63,8 +63,8 @@ class Pruning:
             raise BlockSparseError.expected("density", f"a number for {self.method}", self.density)
         if self.method == FIXED and self.search != 0:
             raise BlockSparseError.expected("search", "0 for fixed", self.search)
-        if self.method != FIXED and not 0 < self.search <= 1:
-            raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
+        if self.method != FIXED:
+            positive_fraction("search", self.search)
         integer("times", self.times, 1)
         number("rate", self.rate, 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checked import number
+from ...checked import number, positive_fraction
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ...surgery.model_tools import copy_model
@@ -113,7 +113,7 @@ def reconstruct(
     Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score; Li et al.,
     BRECQ (2021), for the fit of blocks.
     """
-    density, damping = number("density", density, 0, 1), number("damping", damping, 0)
+    density, damping = positive_fraction("density", density), number("damping", damping, 0)
     weights = {weight.name: weight for weight in prunable(model, block_size, skip)}
     if not weights:
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", "none")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...checked import integer, number
+from ...checked import integer, number, positive_fraction
 from ...surgery.blocks import Blocks
 from ..lines import Lines
 from ..selection import top_blocks
@@ -32,7 +32,7 @@ class CubicSchedule:
     initial: float = 1.0
 
     def __post_init__(self) -> None:
-        number("density", self.density, 0, 1)
+        positive_fraction("density", self.density)
         number("initial_density", self.initial, self.density, 1)
         integer("begin", self.begin, 0)
         integer("end", self.end, self.begin + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...checked import checked_block, is_int, number
+from ...checked import checked_block, is_int, number, positive_fraction
 from ...errors import BlockSparseError
 
 Shape = Sequence[int]
@@ -45,7 +45,7 @@ def erk(
 
     Args:
         shapes: (out, in) or (out, in, *kernel) of each layer, rounded up to whole blocks; n_out and n_in count blocks.
-        density: density of all weights together, 0 to 1.
+        density: density of all weights together, above 0 and at most 1.
         block_size: an int, 1 by default, or (rows, columns), of all layers.
         kernel: whether kernel sizes count (ERK, default), or only n_out and n_in (Erdos-Renyi).
 
@@ -58,7 +58,7 @@ def erk(
 
     Source: Evci et al., Rigging the lottery: making all tickets winners (2020).
     """
-    total = number("density", density, 0, 1)
+    total = positive_fraction("density", density)
     block = checked_block(block_size)
     grids = [_grid_with_kernel(shape, block) for shape in shapes]
     if not grids:
