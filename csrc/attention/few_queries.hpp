@@ -18,6 +18,8 @@ constexpr int64_t kKeysAtOnce = 512;
 constexpr int64_t kValueBytes = 16384;
 // Keys to look ahead when prefetching.
 constexpr int64_t kKeysAhead = 8;
+// Keys whose values are added to a row at the same time.
+constexpr int kValueKeys = 4;
 // Keys whose dot products are summed up together: their sums fill 16 bytes.
 template <class Sum>
 constexpr int kKeyTile = 16 / sizeof(Sum);
@@ -48,6 +50,30 @@ BLOCKSPARSE_INLINE void in_tiles(int64_t count, const Run& run) {
     call_with<kMost>(here, [&](auto tile) __attribute__((always_inline)) { run(first, tile); });
   }
 }
+
+// Prefetches rows of features line by line. Hardware follows this order only, not that of tiles, which read several
+// rows side by side.
+class Fetcher {
+ public:
+  template <class T>
+  Fetcher(const T* from, int64_t features, int64_t stride, int64_t rows)
+      : row_(reinterpret_cast<const char*>(from)),
+        bytes_(features * sizeof(T)),
+        stride_(stride * sizeof(T)),
+        rows_(rows) {}
+
+  __attribute__((always_inline)) void fetch(int64_t lines) {
+    for (; lines > 0 && rows_ > 0; --lines) {
+      __builtin_prefetch(row_ + at_);
+      at_ += 64;
+      if (at_ >= bytes_) at_ = 0, row_ += stride_, --rows_;
+    }
+  }
+
+ private:
+  const char* row_;
+  int64_t bytes_, stride_, rows_, at_ = 0;
+};
 
 // The lane of a shuffle of two vectors that collects the even or the odd lanes of each within 16 bytes.
 constexpr int lane_of_fold(int n, int part, int i, int odd) {
@@ -93,7 +119,7 @@ BLOCKSPARSE_INLINE void add_products(const typename E::Sum* q, int64_t q_row, co
 // Scores of kRows rows of queries and kKeyTile keys. `q` is padded with zeros.
 template <class E, int kRows>
 BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, const typename E::Storage* const* k,
-                                   int64_t d, int64_t ahead, typename E::Sum* scores, int64_t scores_row) {
+                                   int64_t d, Fetcher& fetcher, typename E::Sum* scores, int64_t scores_row) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>, kKeys = kKeyTile<Sum>;
   Vector<Sum> sum[kRows][kKeys];
@@ -104,8 +130,7 @@ BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, cons
   constexpr int kLine = kElementsPerLine<typename E::Storage>;
   int64_t first = 0;
   for (; first + kLine <= d; first += kLine) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kKeys; ++i) __builtin_prefetch(k[i] + first + ahead);
+    fetcher.fetch(kKeys);
 #pragma GCC unroll 8
     for (int c = 0; c < kLine; c += n) add_products<E>(q, q_row, k, first + c, n, sum);
   }
@@ -118,18 +143,17 @@ BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, cons
 // Add the values of some keys to the sums of kRows rows, for kVectors whole vectors of features or `count` features.
 template <class E, int kRows, int kVectors, bool kWhole = true>
 BLOCKSPARSE_INLINE void value_tile(const typename E::Sum* weights, int64_t weights_row,
-                                   const typename E::Storage* values, int64_t token, int64_t keys, int64_t ahead,
+                                   const typename E::Storage* values, int64_t token, int64_t keys, Fetcher& fetcher,
                                    int64_t count, typename E::Sum* sums, int64_t sums_row) {
   using Sum = typename E::Sum;
-  constexpr int n = kLanes<Sum>, kLine = kElementsPerLine<typename E::Storage>;
+  constexpr int n = kLanes<Sum>;
   Vector<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < kVectors; ++c) sum[r][c] = load(sums + r * sums_row + c * n);
   for (int64_t j = 0; j < keys; ++j, values += token) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kVectors * n; c += kLine) __builtin_prefetch(values + ahead + c);
+    fetcher.fetch(2);
     Vector<Sum> units[kVectors];
 #pragma GCC unroll 8
     for (int c = 0; c < kVectors; ++c) units[c] = read_units<E>(values + c * n, kWhole ? n : count);
@@ -144,6 +168,31 @@ BLOCKSPARSE_INLINE void value_tile(const typename E::Sum* weights, int64_t weigh
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < kVectors; ++c) store(sums + r * sums_row + c * n, sum[r][c]);
+}
+
+// Add the weighted values of kKeys keys to the sums of one row, which are padded to whole vectors.
+template <class E, int kKeys>
+BLOCKSPARSE_INLINE void add_weighted(const typename E::Sum* weights, const typename E::Storage* values, int64_t token,
+                                     int64_t d, Fetcher& fetcher, typename E::Sum* sums) {
+  using Sum = typename E::Sum;
+  constexpr int kLine = kElementsPerLine<typename E::Storage>;
+  Vector<Sum> w[kKeys];
+#pragma GCC unroll 4
+  for (int i = 0; i < kKeys; ++i) w[i] = broadcast(weights[i]);
+  const auto add = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
+    Vector<Sum> sum = load(sums + first);
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i)
+      sum = E::multiply_add_lanes(w[i], read_units<E>(values + i * token + first, count), sum);
+    store(sums + first, sum);
+  };
+  int64_t first = 0;
+  for (; first + kLine <= d; first += kLine) {
+    fetcher.fetch(kKeys);
+#pragma GCC unroll 8
+    for (int c = 0; c < kLine; c += kLanes<Sum>) add(first + c, kLanes<Sum>);
+  }
+  in_vectors<E>(first, d, add);
 }
 
 // Attention of some rows to some keys, added to what the rows have seen.
@@ -182,6 +231,8 @@ struct RowsOfQueries {
 
   void add_keys(int64_t row, int64_t rows, int64_t first, int64_t keys) const {
     score(row, rows, static_cast<const Storage*>(a.k) + first * a.k_token, keys);
+    const Storage* const v = static_cast<const Storage*>(a.v) + first * a.v_token;
+    Fetcher(v, a.d_v, a.v_token, smaller(keys, kKeysAhead)).fetch(INT64_MAX);
     for (int64_t r = 0; r < rows; ++r) {
       Sum* of_row = scores + r * kScoresRow;
       const int64_t width = ceil_div(keys, n) * n;
@@ -192,7 +243,7 @@ struct RowsOfQueries {
       if (before != 1)
         for (int64_t c = 0; c < a.wide; c += n) store(of_sums + c, load(of_sums + c) * before);
     }
-    add_values(row, rows, static_cast<const Storage*>(a.v) + first * a.v_token, keys);
+    add_values(row, rows, v, keys);
   }
 
   // Whether converting keys and values once is faster than by each tile.
@@ -200,73 +251,73 @@ struct RowsOfQueries {
 
   void score(int64_t row, int64_t rows, const Storage* k, int64_t keys) const {
     constexpr int kKeys = kKeyTile<Sum>;
-    const int64_t ahead = kKeysAhead * a.k_token;
     Sum* const widened = static_cast<Sum*>(scratch(Scratch::kPanels, kKeys * wide * int64_t(sizeof(Sum))));
+    Fetcher fetcher(k + kKeysAhead * a.k_token, a.d, a.k_token, keys - kKeysAhead);
     for (int64_t j = 0; j < keys; j += kKeys) {
       const Storage* of_keys[kKeys];
       const Sum* of_widened[kKeys];
       for (int i = 0; i < kKeys; ++i) {
         of_keys[i] = k + smaller(j + i, keys - 1) * a.k_token, of_widened[i] = widened + i * wide;
+        if (widens(rows)) widen(of_keys[i], a.d, widened + i * wide, fetcher);
       }
-      if (widens(rows)) {
-        for (int i = 0; i < kKeys; ++i) {
-          fetch(of_keys[i] + ahead, a.d);
-          widen(of_keys[i], a.d, widened + i * wide);
-        }
-        score_keys<Plain<Sum>>(row, rows, of_widened, wide, 0, scores + j);
-      } else {
-        score_keys<E>(row, rows, of_keys, a.d, ahead, scores + j);
-      }
+      if (widens(rows))
+        score_keys<Plain<Sum>>(row, rows, of_widened, wide, fetcher, scores + j);
+      else
+        score_keys<E>(row, rows, of_keys, a.d, fetcher, scores + j);
     }
   }
 
   void add_values(int64_t row, int64_t rows, const Storage* v, int64_t keys) const {
+    if (rows == 1) {
+      Fetcher fetcher(v + kKeysAhead * a.v_token, a.d_v, a.v_token, keys - kKeysAhead);
+      int64_t j = 0;
+      for (; j + kValueKeys <= keys; j += kValueKeys)
+        add_weighted<E, kValueKeys>(scores + j, v + j * a.v_token, a.v_token, a.d_v, fetcher, sums + row * a.wide);
+      for (; j < keys; ++j)
+        add_weighted<E, 1>(scores + j, v + j * a.v_token, a.v_token, a.d_v, fetcher, sums + row * a.wide);
+      return;
+    }
     const int64_t step = a.d_v > 0 ? ceil_div(kValueBytes, a.d_v * int64_t(sizeof(Sum))) : keys;
     Sum* const widened = static_cast<Sum*>(scratch(Scratch::kPanels, step * a.wide * int64_t(sizeof(Sum))));
     for (int64_t j = 0; j < keys; j += step, v += step * a.v_token) {
-      const int64_t here = smaller(step, keys - j), ahead = step * a.v_token;
+      const int64_t here = smaller(step, keys - j);
+      Fetcher next(v + here * a.v_token, a.d_v, a.v_token, smaller(step, keys - j - here));
       if (widens(rows)) {
-        for (int64_t i = 0; i < here; ++i) {
-          fetch(v + ahead + i * a.v_token, a.d_v);
-          widen(v + i * a.v_token, a.d_v, widened + i * a.wide);
-        }
-        weight_keys<Plain<Sum>>(row, rows, widened, a.wide, here, 0, a.wide, scores + j);
+        for (int64_t i = 0; i < here; ++i) widen(v + i * a.v_token, a.d_v, widened + i * a.wide, next);
+        weight_keys<Plain<Sum>>(row, rows, widened, a.wide, here, next, a.wide, scores + j);
       } else {
-        weight_keys<E>(row, rows, v, a.v_token, here, ahead, a.d_v, scores + j);
+        weight_keys<E>(row, rows, v, a.v_token, here, next, a.d_v, scores + j);
       }
     }
   }
 
-  static void fetch(const Storage* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += kElementsPerLine<Storage>) __builtin_prefetch(from + i);
-  }
-  static void widen(const Storage* from, int64_t count, Sum* to) {
+  static void widen(const Storage* from, int64_t count, Sum* to, Fetcher& fetcher) {
+    fetcher.fetch(ceil_div(count, int64_t(kElementsPerLine<Storage>)));
     in_vectors<E>(0, count, [&](int64_t i, int64_t here) { store(to + i, read_units<E>(from + i, here)); });
   }
 
   template <class F>
-  void score_keys(int64_t row, int64_t rows, const typename F::Storage* const* keys, int64_t d, int64_t ahead,
+  void score_keys(int64_t row, int64_t rows, const typename F::Storage* const* keys, int64_t d, Fetcher& fetcher,
                   Sum* to) const {
+    Fetcher idle(to, 0, 0, 0);
     in_tiles<kRowTile>(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
-      score_tile<F, decltype(count)::value>(q + (row + r) * wide, wide, keys, d, ahead, to + r * kScoresRow,
-                                            kScoresRow);
+      score_tile<F, decltype(count)::value>(q + (row + r) * wide, wide, keys, d, r == 0 ? fetcher : idle,
+                                            to + r * kScoresRow, kScoresRow);
     });
   }
 
   template <class F>
   void weight_keys(int64_t row, int64_t rows, const typename F::Storage* values, int64_t token, int64_t keys,
-                   int64_t ahead, int64_t d, const Sum* weights) const {
+                   Fetcher& next, int64_t d, const Sum* weights) const {
     in_tiles<4>(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
       constexpr int kRows = decltype(count)::value;
       const auto add = [&](int64_t first, int64_t features, auto vectors, auto whole) __attribute__((always_inline)) {
         value_tile<F, kRows, decltype(vectors)::value, decltype(whole)::value>(
-            weights + r * kScoresRow, kScoresRow, values + first, token, keys, ahead, features,
+            weights + r * kScoresRow, kScoresRow, values + first, token, keys, next, features,
             sums + (row + r) * a.wide + first, a.wide);
       };
-      in_tiles<kRows == 1   ? 8
-               : kRows == 2 ? 4
-                            : 3>(d / n,
-                                 [&](int64_t vector, auto vectors) { add(vector * n, n, vectors, Count<true>{}); });
+      in_tiles<kRows <= 2 ? 4 : 3>(d / n,
+                                   [&](int64_t vector, auto vectors) { add(vector * n, n, vectors, Count<true>{}); });
       if (d % n) add(d / n * n, d % n, Count<1>{}, Count<false>{});
     });
   }
