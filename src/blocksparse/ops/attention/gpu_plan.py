@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,8 +12,10 @@ import torch
 
 from ...layout import BlockLayout
 from ..gpu.runtime import check_fits, check_layout_fits
-from ..gpu.tiles import BARRIERS, Gpu, Tile, power_of_two
+from ..gpu.tiles import Gpu, Tile, power_of_two
 
+# Bytes of shared memory for barriers and changes of layouts.
+MARGIN = 4096
 # Rows of a program that fill tensor cores which read shared memory.
 FULL_ROWS = 64
 # Most rows of a program whose sums fit in registers, by the bytes of a number and the features: in the passes forward,
@@ -66,9 +69,9 @@ dtype=int32))
     return Tables(*(np.ascontiguousarray(array, dtype=np.int32) for array in (start, order, col)))
 
 
-def heads_of_tile(tile: Tile, height: int) -> int:
-    """Return how many heads of the queries of a block row are in a tile."""
-    return tile.block_m // min(rows_of_block(height), tile.block_m)
+def heads_of_tile(tile: Tile, height: int, sharing: int) -> int:
+    """Return how many of the heads that share keys and a layout are in a tile of queries."""
+    return math.gcd(tile.block_m // min(rows_of_block(height), tile.block_m), sharing)
 
 
 def rows_of_block(side: int) -> int:
@@ -101,14 +104,14 @@ def rule(pass_: str, dtype: torch.dtype, side: int, sharing: int, features: int,
 
 
 def fit(tile: Tile, dtype: torch.dtype, gpu: Gpu) -> Tile:
-    """Return the tile with fewer lanes, so that it fits the shared memory of a program."""
-    while shared_memory(tile, dtype, gpu) > gpu.shared_memory and tile.block_k > 16:
-        tile = replace(tile, block_k=tile.block_k // 2)
+    """Return the tile with fewer lanes, then without a pipeline, so that it fits the shared memory of a program."""
+    while shared_memory(tile, dtype, gpu) > gpu.shared_memory and max(tile.block_k // 16, tile.stages) > 1:
+        tile = replace(tile, block_k=tile.block_k // 2) if tile.block_k > 16 else replace(tile, stages=1)
     return tile
 
 
 def shared_memory(tile: Tile, dtype: torch.dtype, gpu: Gpu) -> int:
-    """Return an upper estimate of the bytes of shared memory of a program: its rows, its steps and their scores."""
+    """Return an estimate of the bytes of shared memory of a program: its rows, its steps and their scores."""
     buffers = 1 if gpu.kind.startswith("gfx") else tile.stages // 2 + 1  # loads depend on a load of an index
     pairs = tile.block_m + buffers * tile.block_k
-    return (2 * pairs * tile.block_n + tile.block_m * tile.block_k) * dtype.itemsize + BARRIERS
+    return (2 * pairs * tile.block_n + tile.block_m * tile.block_k) * dtype.itemsize + MARGIN

@@ -17,8 +17,8 @@ from ..gpu.device import dot, lanes, tanh
 
 # Entries whose spans are compared at a time.
 CHUNK = tl.constexpr(128)
-# Lanes of a step that computes sums again, so that the usual steps get the registers.
-FEW_LANES = tl.constexpr(32)
+# Most lanes of a step that computes sums again: the usual steps get the registers.
+MOST_LANES = tl.constexpr(32)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 _SIZES = ["heads", "queries", "keys", "rows", "first_row", "block_rows", "skipped", "span_batch", "span_end"]
@@ -54,6 +54,7 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """Compute y and its log-sum-exp for the queries of one program."""
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    FEW_LANES: tl.constexpr = min(BLOCK_K, MOST_LANES)
     batch, shared, head, query, row_mask, first, end = _queries(
         order_ptr, start_ptr, heads, queries, rows, first_row, block_rows, skipped, height, GROUP, HEADS, PER_HEAD,
         BLOCK_M,
@@ -136,6 +137,7 @@ def attention_dq_kernel(
 ):  # fmt: skip
     """Compute the gradient of the queries of one program; the other arguments are those of the forward kernel."""
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    FEW_LANES: tl.constexpr = min(BLOCK_K, MOST_LANES)
     batch, shared, head, query, row_mask, first, end = _queries(
         order_ptr, start_ptr, heads, queries, rows, first_row, block_rows, skipped, height, GROUP, HEADS, PER_HEAD,
         BLOCK_M,

@@ -186,12 +186,11 @@ def _plan_launch(
     height, width = layouts[0].block_shape
     by_keys, per_head, group = pass_ == "dkv", len(layouts) > 1, heads // kv_heads
     side, features = (width if by_keys else height), tuple(max(power_of_two(size), 16) for size in (d, d_v))
-    tile = forced_tile(f"attention {pass_}") or rule(
-        pass_, q.dtype, side, 1 if per_head else group, max(features), gpu_of(q.device)
-    )
+    sharing = 1 if per_head else group
+    tile = forced_tile(f"attention {pass_}") or rule(pass_, q.dtype, side, sharing, max(features), gpu_of(q.device))
     start, order, col = _tables_on(layouts, by_keys, q.device)
     first, end = rules.row // height, cdiv(rules.row + queries, height)
-    in_tile = 1 if by_keys else heads_of_tile(tile, height)
+    in_tile = 1 if by_keys else heads_of_tile(tile, height, sharing)
     if by_keys:
         programs = batch * kv_heads * layouts[0].grid[1] * cdiv(width, tile.block_m)
     else:
