@@ -286,6 +286,7 @@ def _methods(
         minutes=MINUTES[data],
         longer={
             "dense": MINUTES_WIDE[data] * short.epochs / epochs,
+            "chts": 2 * MINUTES[data],
             "2:4": 2.5 * MINUTES_WIDE[data],
             "dense, as many epochs": MINUTES_WIDE[data],
         },
