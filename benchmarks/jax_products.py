@@ -4,7 +4,7 @@
     python benchmarks/jax_products.py --quick    small shapes, to try the program; writes nothing
 
 Needs `pip install ".[jax]"`. Prints a table, and writes it to benchmarks/results/jax-<machine>-<instruction set>.md and
-.json.
+.json. The curves of the training are drawn to docs/results/jax-training.png.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -24,11 +25,14 @@ from rich.console import Console
 
 import blocksparse as bs
 from blocksparse.measure import Samples, host_clock
+from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 from blocksparse_lab import machine
+from blocksparse_lab.bench import report
 from targets import rows
 from targets.rows import Race, Row, race, timing_options
 
 RESULTS = Path(__file__).parent / "results"
+PICTURE = Path(__file__).parents[1] / "docs/results/jax-training.png"
 BUDGET = 6.0  # seconds of timing per row
 DENSITY = 0.1
 
@@ -51,7 +55,8 @@ def main() -> None:
 
         path = arguments.out / f"jax-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
         rows.write(path, every, "targets of blocksparse.jax", facts | {"jax": jax.__version__}, budget=budget)
-        console.print(f"wrote {path} and .md", soft_wrap=True)
+        draw(every[-1].details["curves"], PICTURE)
+        console.print(f"wrote {path} and .md, and {PICTURE}", soft_wrap=True)
 
 
 def measure(features: int, budget: float, quick: bool) -> Iterator[Row]:
@@ -212,7 +217,10 @@ def set_steps(features: int, budget: float) -> Row:
 
 
 def training(features: int, tokens: int, steps: int) -> Iterator[Row]:
-    """Train an MLP of four layers dense, dense with masks, and block-sparse with SET: seconds per step and losses."""
+    """Train an MLP of four layers dense, dense with masks, and block-sparse with SET, for equal seconds.
+
+    The dense one makes this many steps, and the others the steps that fit in its time.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -264,30 +272,45 @@ def training(features: int, tokens: int, steps: int) -> Iterator[Row]:
         "masks": (lambda x, weight, mask: x @ (weight * mask).T, weights, masks),
         "ours": (lambda x, values, layout: bsj.linear(x, values, layout), blocks, layouts),
     }
-    seconds, curves = {}, {}
+    seconds, curves, limit = {}, {}, 0.0
     for name, (product, first, fixed) in ways.items():
         step, parameters = trainer(product), {"weights": first, "head": head}
         state = optimizer.init(parameters)
         jax.block_until_ready(step(parameters, state, fixed))  # compiles
         if name == "ours":
             jax.block_until_ready(evolve(keys[4], parameters, state, fixed))
-        times, losses = [], []
-        for i in range(steps):
+        times: list[float] = []
+        losses = []
+        while sum(times) < limit if limit else len(times) < steps:
             start = perf_counter()
             parameters, state, value = jax.block_until_ready(step(parameters, state, fixed))
-            if name == "ours" and i % 10 == 9:
+            if name == "ours" and len(times) % 10 == 9:
                 parameters, state, fixed = jax.block_until_ready(evolve(keys[5], parameters, state, fixed))
             times.append(perf_counter() - start)
             losses.append(float(value))
+        limit = limit or sum(times)
         seconds[name], curves[name] = sorted(times)[len(times) // 2], (losses, times)
     details = {"seconds per step": seconds, "curves": curves}
     work = f"training step, MLP 4 x {features}, density {DENSITY}, {tokens} tokens"
     for name, over in (("dense", "dense"), ("masks", "dense with masks")):
         value, least = seconds[name] / seconds["ours"], 5.0 if name == "dense" else None
         last = {each: curve[0][-1] for each, curve in curves.items()}
-        more = f"; loss after {steps} steps {last['ours']:.3g}, {over} {last[name]:.3g}"
+        more = f"; loss after {limit:.3g} s {last['ours']:.3g}, {over} {last[name]:.3g}"
         met = None if least is None else value >= least
         yield Row(work, "-" if least is None else f">= {least:g}x {over}", f"{value:.3g}x {over}{more}", met, details)
+
+
+def draw(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
+    """Draw the losses of the training against seconds."""
+    figure, axes = figure_and_axes((7, 4))
+    labels = {"dense": "dense", "masks": "dense with masks", "ours": "block-sparse with SET"}
+    for (name, (losses, times)), color in zip(curves.items(), COLORS, strict=False):
+        axes.plot([0, *accumulate(times)][:-1], losses, label=labels[name], color=color)
+    axes.set_yscale("log")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("loss of the training batch")
+    axes.legend(frameon=False)
+    report.save(figure, path, "Training in JAX")
 
 
 if __name__ == "__main__":
