@@ -253,6 +253,23 @@ def test_another_layout_uses_the_same_program():
     assert len(traces) == 1
 
 
+def test_exported_functions_accept_layouts():
+    targets = "blocksparse_xla_linear", "blocksparse_xla_linear_wgrad"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
+    layouts, _ = stacked_layouts()
+    x, values, (batch,) = normal(4, 15), normal(*layouts[0].values_shape), jax.export.symbolic_shape("batch")
+    inputs = jax.ShapeDtypeStruct((batch, 15), x.dtype)
+    exported = jax.export.export(jax.jit(bsj.linear), disabled_checks=checks)(inputs, values, layouts[0])
+    product = jax.export.deserialize(exported.serialize(vjp_order=1)).call
+    for layout in layouts:
+        assert jnp.array_equal(product(x, values, layout), bsj.linear(x, values, layout))
+    gradient, expected = (
+        jax.grad(lambda values, call=call: (call(x, values, layout) ** 2).sum())(values)
+        for call in (product, bsj.linear)
+    )
+    assert jnp.allclose(gradient, expected)
+
+
 def test_a_layout_survives_a_round_trip():
     layout = bsj.layout(LAYOUT)
     assert layout.block_layout() == LAYOUT

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 
 from ..errors import BlockSparseError
@@ -83,6 +85,15 @@ class Layout:
         if not hasattr(self.col, "shape"):  # a tree of other leaves, for example axes of vmap or None
             return f"Layout(shape={self.shape}, block_size={self.block_shape}, {self.row_start!r}, {self.col!r})"
         return f"Layout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz}, density={self.density:.4g})"
+
+
+# So that jax.export can serialize functions with layouts among their arguments.
+jax.export.register_pytree_node_serialization(
+    Layout,
+    serialized_name="blocksparse.jax.Layout",
+    serialize_auxdata=lambda sizes: json.dumps(sizes).encode(),
+    deserialize_auxdata=lambda data: tuple(map(tuple, json.loads(data))),
+)
 
 
 @partial(jax.jit, static_argnames="nnz")
