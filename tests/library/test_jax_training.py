@@ -142,6 +142,24 @@ def test_a_layer_computes_what_the_function_does(make):
 
 
 @LAYERS
+def test_layers_pad_sizes_to_whole_blocks(make):
+    layer = make(density=0.5, block_size=(9, 10), activation="silu")
+    state, x = layer.state_dict(), jax.random.normal(jax.random.key(1), (2, 5, 32), jnp.float32)
+    weight = bsj.to_dense(state["values"], layer.layout)
+    assert weight.shape == (27, 40)
+    assert not jnp.any(weight[24:])
+    assert not jnp.any(weight[:, 32:])
+    assert 0.4 < layer.layout.density < 0.6
+    expected = jax.nn.silu(x @ weight[:24, :32].T + state["bias"])
+    assert jnp.allclose(layer(x), expected, atol=1e-6)
+    model = bs.nn.Linear(32, 24, density=0.5, block_size=(9, 10), activation="silu")
+    model.load_state_dict({name: torch.tensor(np.asarray(each)) for name, each in state.items()})
+    torch.testing.assert_close(model(torch.tensor(np.asarray(x))), torch.tensor(np.asarray(layer(x))))
+    with pytest.raises(bs.BlockSparseError, match=r"^x: expected \[\.\.\., 32\], got \(3, 40\)"):
+        layer(jnp.ones((3, 40)))
+
+
+@LAYERS
 def test_a_checkpoint_loads_in_the_other_front_end(make, tmp_path):
     safetensors = pytest.importorskip("safetensors.flax")
     from safetensors.torch import load_file, save_file
@@ -183,7 +201,7 @@ def test_arguments_of_layers_are_checked(make):
     for options, message in (
         ({"layout": LAYOUT.T}, r"^layout: expected shape \(24, 32\)"),
         ({"layout": LAYOUT, "density": 0.5}, r"^density: expected None if a layout is given"),
-        ({"block_size": 7}, "expected"),
+        ({"block_size": 0}, r"^block_size: expected"),
         ({"layout": 3}, "^layout: expected a BlockLayout"),
     ):
         with pytest.raises(bs.BlockSparseError, match=message):

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from ..layout import BlockLayout
 from .layouts import Layout
-from .parameters import from_state, initial_parameters, to_state
-from .products import linear
+from .parameters import from_state, initial_parameters, padded_linear, to_state
 
 __all__ = ["Linear"]
 
@@ -21,9 +20,9 @@ class Linear(eqx.Module):
     """`equinox.nn.Linear` with a block-sparse weight: y = activation(x W^T + b).
 
     Args:
-        in_features, out_features: positive sizes, multiples of the block.
-        layout: a `BlockLayout` of the weight `[out_features, in_features]`.
-        density: fraction of the blocks that a random layout stores if no layout is given; None stores all.
+        in_features, out_features: positive sizes; the layer pads them to multiples of the block.
+        layout: a `BlockLayout` of the padded weight `[out_features, in_features]`.
+        density: fraction of the weights that a random layout stores if no layout is given; None stores all.
         block_size: an int or (rows, columns), used if no layout is given; 32 by default.
         use_bias: whether the layer has a bias `[out_features]`; True by default.
         activation: None, "relu", "gelu" or "silu".
@@ -47,6 +46,8 @@ class Linear(eqx.Module):
     bias: jax.Array | None
     layout: Layout
     activation: str | None = eqx.field(static=True)
+    in_features: int = eqx.field(static=True)
+    out_features: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -64,11 +65,12 @@ class Linear(eqx.Module):
         self.layout, self.values, self.bias = initial_parameters(
             in_features, out_features, layout, density, block_size, use_bias, dtype, key
         )
-        self.activation = activation
+        self.activation, self.in_features, self.out_features = activation, int(in_features), int(out_features)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Return the outputs; `key` is ignored, as in Equinox's own layers."""
-        return linear(x, self.values, self.layout, self.bias, self.activation)
+        sizes = self.in_features, self.out_features
+        return padded_linear(x, self.values, self.layout, self.bias, self.activation, *sizes)
 
     def replaced(self, layout: Layout, values: jax.Array, bias: jax.Array | None = None) -> Linear:
         """Return a copy with another layout and values, for example of `set_step`; None keeps the bias."""

@@ -11,8 +11,7 @@ from flax import nnx
 
 from ..layout import BlockLayout
 from .layouts import Layout
-from .parameters import from_state, initial_parameters, to_state
-from .products import linear
+from .parameters import from_state, initial_parameters, padded_linear, to_state
 
 __all__ = ["Index", "Linear"]
 
@@ -25,9 +24,9 @@ class Linear(nnx.Module):
     """`flax.nnx.Linear` with a block-sparse weight: y = activation(x W^T + b).
 
     Args:
-        in_features, out_features: positive sizes, multiples of the block.
-        layout: a `BlockLayout` of the weight `[out_features, in_features]`.
-        density: fraction of the blocks that a random layout stores if no layout is given; None stores all.
+        in_features, out_features: positive sizes; the layer pads them to multiples of the block.
+        layout: a `BlockLayout` of the padded weight `[out_features, in_features]`.
+        density: fraction of the weights that a random layout stores if no layout is given; None stores all.
         block_size: an int or (rows, columns), used if no layout is given; 32 by default.
         use_bias: whether the layer has a bias `[out_features]`; True by default.
         activation: None, "relu", "gelu" or "silu".
@@ -66,6 +65,7 @@ class Linear(nnx.Module):
         self.values, self.bias = nnx.Param(values), None if bias is None else nnx.Param(bias)
         self.row_start, self.col = Index(indices.row_start), Index(indices.col)
         self.grid, self.block_shape, self.activation = indices.grid, indices.block_shape, activation
+        self.in_features, self.out_features = int(in_features), int(out_features)
 
     @property
     def layout(self) -> Layout:
@@ -74,7 +74,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the outputs."""
-        return linear(x, self.values[...], self.layout, None if self.bias is None else self.bias[...], self.activation)
+        bias = None if self.bias is None else self.bias[...]
+        sizes = self.in_features, self.out_features
+        return padded_linear(x, self.values[...], self.layout, bias, self.activation, *sizes)
 
     def replace(self, layout: Layout, values: jax.Array, bias: jax.Array | None = None) -> None:
         """Change the layout and the values, for example to those of `set_step`; None keeps the bias."""

@@ -11,12 +11,15 @@ import numpy as np
 
 from .. import patterns
 from ..checked import checked_array as host_array
+from ..checked import checked_block, integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
+from ..patterns.random_layouts import random_of_features
 from ..state_indices import layout_of_indices
 from .layouts import Layout, layout
+from .products import checked_array, linear
 
-__all__ = ["from_state", "initial_parameters", "to_state"]
+__all__ = ["from_state", "initial_parameters", "padded_linear", "to_state"]
 
 
 def initial_parameters(
@@ -27,26 +30,53 @@ def initial_parameters(
     layout_key, values_key, bias_key = jax.random.split(key, 3)
     if stored is None and density is not None and isinstance(layout_key, jax.core.Tracer):
         raise BlockSparseError("A random layout needs its key outside of jit and vmap: give the layer a layout.")
-    shape = out_features, in_features
+    shape = integer("out_features", out_features, 1), integer("in_features", in_features, 1)
     if stored is not None:
         check_layout(stored)
         if density is not None:
             raise BlockSparseError.expected("density", "None if a layout is given", density)
-        if stored.shape != shape:
-            raise BlockSparseError.expected("layout", f"shape {shape}", repr(stored))
-    elif density is None:
-        stored = patterns.dense(shape, block_size)
-    else:
-        seed = int(jax.random.randint(layout_key, (), 0, 2**31 - 1))
-        stored = patterns.random(shape, block_size, density, seed)
-    fan_in = np.diff(stored.row_start) * stored.block_shape[1]  # of each block row
-    bound = jnp.asarray(1 / np.sqrt(np.maximum(fan_in, 1)), dtype)
-    values = jax.random.uniform(values_key, stored.values_shape, dtype, -1, 1)
-    values *= bound[stored.row_of_block][:, None, None]
+    block = checked_block(block_size) if stored is None else stored.block_shape
+    padded = shape[0] + -shape[0] % block[0], shape[1] + -shape[1] % block[1]
+    used_out, used_in = (np.arange(more) < size for more, size in zip(padded, shape, strict=True))
+    if stored is None:
+        if density is None:
+            stored = patterns.dense(padded, block)
+        else:
+            seed = int(jax.random.randint(layout_key, (), 0, 2**31 - 1))
+            if padded == shape:
+                stored = patterns.random(shape, block, density, seed)
+            else:
+                stored = random_of_features((used_out, used_in), block, density, seed)
+    if stored.shape != padded:
+        raise BlockSparseError.expected("layout", f"shape {padded} for {shape} features", repr(stored))
+    rows, cols = stored.row_of_block, stored.col_of_block
+    inputs = used_in.reshape(-1, block[1])[cols]
+    fan_in = np.bincount(rows, weights=inputs.sum(1), minlength=stored.grid[0])  # of each block row
+    bound = jnp.asarray(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0), dtype)
+    values = jax.random.uniform(values_key, stored.values_shape, dtype, -1, 1) * bound[rows][:, None, None]
+    if padded != shape:  # the padding is 0, and stays 0, because it gets no gradient
+        used = used_out.reshape(-1, block[0])[rows][:, :, None] & inputs[:, None]
+        values = jnp.where(used, values, jnp.zeros((), dtype))
     bias = None
     if use_bias:
-        bias = jax.random.uniform(bias_key, (out_features,), dtype, -1, 1) * jnp.repeat(bound, stored.block_shape[0])
+        bias = jax.random.uniform(bias_key, shape[:1], dtype, -1, 1) * jnp.repeat(bound, block[0])[: shape[0]]
     return layout(stored), values, bias
+
+
+def padded_linear(
+    x: jax.Array, values: jax.Array, layout: Layout, bias: jax.Array | None, activation: str | None, in_features: int,
+    out_features: int,
+) -> jax.Array:  # fmt: skip
+    """Return activation(x W^T + bias), `[..., out_features]`, with x and the bias padded to whole blocks."""
+    padded_out, padded_in = layout.shape
+    if padded_in != in_features:
+        x = checked_array("x", x)
+        if x.ndim == 0 or x.shape[-1] != in_features:
+            raise BlockSparseError.expected("x", f"[..., {in_features}]", tuple(x.shape))
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded_in - in_features)])
+    if bias is not None and padded_out != out_features:
+        bias = jnp.pad(bias, (0, padded_out - out_features))
+    return linear(x, values, layout, bias, activation)[..., :out_features]
 
 
 def to_state(layout: Layout, values: jax.Array, bias: jax.Array | None, prefix: str = "") -> dict[str, jax.Array]:
