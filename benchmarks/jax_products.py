@@ -310,7 +310,7 @@ def draw(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None
     axes.set_xlabel("seconds")
     axes.set_ylabel("loss of the training batch")
     axes.legend(frameon=False)
-    report.save(figure, path, "Training in JAX")
+    report.save(figure, path, "An MLP of four layers that learns random targets of one batch")
 
 
 if __name__ == "__main__":
