@@ -63,6 +63,32 @@ def test_choice_outputs_and_gradients(name, blocks):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["dense", "causal"])
+def test_padding_does_not_change_the_choice(name, compiled):
+    """Each sequence has the choice that it has alone, without padding, whose numbers may be anything."""
+    torch._dynamo.reset()
+    candidates, lengths, blocks = CANDIDATES[name](), [90, 37, 48, 1], 2
+    q, k, _ = (x.detach() for x in draw(batch=4))
+    for i, length in enumerate(lengths):
+        q[i, :, length:], k[i, :, length:] = 1e3, math.nan if i % 2 else -1e3
+
+    def run(q, k, lengths):
+        layouts = bs.nn.topk_blocks(q, k, candidates, blocks, lengths=lengths)
+        return bs.nn.attention(q, k, k, layouts, lengths=lengths)
+
+    layouts = bs.nn.topk_blocks(q, k, candidates, blocks, lengths=lengths)
+    for i, length in enumerate(lengths):
+        whole = -(-length // 16)
+        alone = chosen(q[i, None, :, :length], k[i, None, :, :length], candidates[:whole, :whole], blocks)[0]
+        for head, mask in enumerate(alone):
+            assert torch.equal(layouts[4 * i + head].mask()[:whole, :whole], mask)
+    if compiled:
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, torch.tensor(lengths))
+        for i, length in enumerate(lengths):
+            torch.testing.assert_close(found[i, :, :length], run(q, k, lengths)[i, :, :length])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_sequences_with_layouts_of_their_own_may_be_padded(return_lse, compiled):
     candidates, lengths = bs.patterns.sliding_window(90, 90, 16), torch.tensor([90, 37])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,12 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import accumulator
 from ..graph_layout import DynamicLayout
-from .arguments import check_operands
+from .arguments import check_lengths, check_operands
 
 
-def topk_blocks(q: Tensor, k: Tensor, layout: BlockLayout, blocks: int) -> list[BlockLayout]:
+def topk_blocks(
+    q: Tensor, k: Tensor, layout: BlockLayout, blocks: int, *, lengths: Tensor | Sequence[int] | None = None
+) -> list[BlockLayout]:
     """Choose for each block of queries the blocks of keys with the largest scores, for `bs.nn.attention`.
 
     The score of two blocks is the product of their mean query and mean key. A block on the diagonal of a square layout
@@ -30,13 +33,16 @@ def topk_blocks(q: Tensor, k: Tensor, layout: BlockLayout, blocks: int) -> list[
         layout: the blocks to choose from, such as `bs.patterns.dense` or, if attention is causal, a causal pattern;
             its shape is (queries, keys), rounded up to whole blocks.
         blocks: how many to choose per row; rows with fewer blocks keep all.
+        lengths: `[batch]`, the number of keys of each sequence, as for `bs.nn.attention`. Later keys do not count in
+            means, and blocks of these alone are chosen last. With as many queries as keys, later queries do not count
+            either.
 
     Returns:
         A layout per sequence and head, `batch * heads` of them. In a compiled graph these are inputs of the graph,
         which serves any choice.
 
     Raises:
-        BlockSparseError: shapes do not fit, or `blocks` is below 1.
+        BlockSparseError: shapes do not fit, `blocks` is below 1, or a length is beyond the keys.
 
     >>> import torch, blocksparse as bs
     >>> q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
@@ -54,11 +60,12 @@ def topk_blocks(q: Tensor, k: Tensor, layout: BlockLayout, blocks: int) -> list[
     if row:
         got = f"{q.shape[2]} queries and {k.shape[2]} keys"
         raise BlockSparseError.expected("q", "as many queries as the layout has rows (pass layout[first:])", got)
+    lengths = check_lengths(lengths, q, k.shape[2])
     if torch.compiler.is_dynamo_compiling():
         _candidates_while_tracing(layout, blocks, q.device)
     candidates = _candidates_on(layout, blocks, q.device)
     with torch.no_grad():
-        cols = _chosen_columns(q, k, layout, candidates)
+        cols = _chosen_columns(q, k, layout, candidates, lengths)
     if torch.compiler.is_compiling():
         return [DynamicLayout(candidates.crow, col, layout.grid, layout.block_shape) for col in cols.unbind(0)]
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(candidates.crow.cpu().numpy()))
@@ -106,11 +113,18 @@ def _candidates_while_tracing(layout: BlockLayout, blocks: int, device: torch.de
 _candidates_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _chosen_columns(q: Tensor, k: Tensor, layout: BlockLayout, candidates: _Candidates) -> Tensor:
+def _chosen_columns(
+    q: Tensor, k: Tensor, layout: BlockLayout, candidates: _Candidates, lengths: Tensor | None
+) -> Tensor:
     """Return the columns of the chosen blocks, ascending in each row, int32 `[batch * heads, nnz]`."""
     height, width = layout.block_shape
-    k = _pooled(k, width).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (_pooled(q, height) @ k.mT).flatten(0, 1)
+    of_queries = lengths if q.shape[2] == k.shape[2] else None
+    means = _pooled(k, width, lengths).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = _pooled(q, height, of_queries) @ means.mT
+    if lengths is not None:
+        first = torch.arange(layout.grid[1], device=q.device) * width
+        scores = scores.masked_fill(first >= lengths[:, None, None, None], -torch.inf)
+    scores = scores.flatten(0, 1)
     # NaN and infinity in the data change which blocks are chosen, not how many.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     if layout.grid[0] == layout.grid[1]:
@@ -121,10 +135,16 @@ def _chosen_columns(q: Tensor, k: Tensor, layout: BlockLayout, candidates: _Cand
     return cols.flatten(1).index_select(1, candidates.positions).to(torch.int32)
 
 
-def _pooled(x: Tensor, block: int) -> Tensor:
+def _pooled(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     """Return the mean over each block of tokens, `[batch, heads, blocks, d]` in float32 or float64."""
-    wide, missing = x.to(accumulator(x.dtype)), -x.shape[2] % block
-    means: Tensor = F.pad(wide, (0, 0, 0, missing)).unflatten(2, (-1, block)).mean(3)
-    if not missing:
+    wide, tokens = x.to(accumulator(x.dtype)), x.shape[2]
+    missing = -tokens % block
+    if lengths is not None:
+        position = torch.arange(tokens + missing, device=x.device)
+        counts = (position < lengths[:, None]).unflatten(1, (-1, block)).sum(2)[:, None, :, None]
+        wide = wide.masked_fill((position[:tokens] >= lengths[:, None])[:, None, :, None], 0)
+    blocks = F.pad(wide, (0, 0, 0, missing)).unflatten(2, (-1, block))
+    means: Tensor = blocks.mean(3) if lengths is None else blocks.sum(3) / counts.clamp(min=1)
+    if lengths is not None or not missing:
         return means
     return torch.cat([means[:, :, :-1], means[:, :, -1:] * (block / (block - missing))], 2)
