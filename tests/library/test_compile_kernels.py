@@ -196,7 +196,7 @@ def test_gated_pairs_compile_without_spills_for_tensor_cores_and_fit(kind):
 
 # Bytes once per program, where the compiler chose fewer registers for more programs; more in float32, whose products
 # hold both halves of both operands.
-OF_ATTENTION, OF_ATTENTION_IN_FLOAT32 = 48, 600
+OF_ATTENTION, OF_ATTENTION_IN_FLOAT32 = 48, 288
 
 
 @kinds(GPUS)
@@ -204,7 +204,9 @@ def test_attention_compiles_for_tensor_cores_and_fits(kind):
     records, most = all_compiled(kind)["attention"], GPUS[kind.split()[0]].shared_memory
     assert {record["kernel"] for record in records} == {f"attention_{p}_kernel" for p in ("forward", "dq", "dkv")}
     none_of(records, lambda record: "error" in record or record["shared"] > most)
-    none_of(records, lambda record: on_tensor_cores(record) and not (record["products"] and record.get("copies", True)))
+    none_of(records, lambda record: on_tensor_cores(record) and not record["products"])
+    # Heads of 256 features have no pipeline where shared memory is small.
+    none_of(records, lambda record: record["features"] < 256 and not record.get("copies", True))
     full = [record for record in records if on_tensor_cores(record) and record["rows"] >= 64]
     if kind.split()[0] in FROM_SHARED_MEMORY:
         pattern = FROM_SHARED_MEMORY[kind.split()[0]]
