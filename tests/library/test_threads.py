@@ -14,6 +14,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
+from blocksparse.ops.attention import few_queries
 from blocksparse.ops.linear import LINEAR, linear_transposed
 from processes import run_script
 
@@ -166,6 +167,28 @@ def test_threads_that_share_layouts_nobody_has_planned_give_the_bits_of_one(bloc
             for of, same in zip(found, wanted, strict=True):
                 for one, other in zip(of, same, strict=True):
                     assert all(map(torch.equal, one.result(), other))
+
+
+@compiled
+def test_another_call_on_the_layout_does_not_change_the_options_of_a_decoding_call(monkeypatch):
+    layout = bs.patterns.sliding_window(64, 64, block_size=16)
+    q, k, v = (torch.randn(1, 2, tokens, 16) for tokens in (1, 64, 64))
+    key, others = few_queries._key, []
+
+    def decode(scale):
+        with torch.no_grad():
+            return bs.nn.attention(q, k, v, layout, True, scale=scale)
+
+    def key_while_another_thread_decodes(*args):
+        found = key(*args)
+        if others:
+            others.pop()(0.3)
+        return found
+
+    expected = decode(0.1)
+    monkeypatch.setattr(few_queries, "_key", key_while_another_thread_decodes)
+    others.append(decode)
+    assert torch.equal(decode(0.1), expected)
 
 
 @pytest.mark.parametrize("which", ["backend", "isa"])

@@ -55,10 +55,11 @@ def repeated(q: Any, k: Any, v: Any, layout: Any, *options: Any) -> Tensor | Non
     """
     if type(layout) is not BlockLayout or not can_bypass_dispatcher(q, k, v, plain_call=True) or needs_grad(q, k, v):
         return None
-    last: dict[str, Any] = layout.derived("few queries", dict)
-    if not q.is_cpu or last.get("key") != _key(q, k, v, *options):
+    last: dict[str, tuple[Any, Plan]] = layout.derived("few queries", dict)
+    key, plan = last.get("call", (None, None))
+    if plan is None or not q.is_cpu or key != _key(q, k, v, *options):
         return None
-    return _run(q, k, v, last["plan"], None, return_lse=False)[0]
+    return _run(q, k, v, plan, None, return_lse=False)[0]
 
 
 def record(q: Tensor, k: Tensor, v: Tensor, layout: Any, rules: Rules, *options: Any) -> None:
@@ -73,8 +74,9 @@ def record(q: Tensor, k: Tensor, v: Tensor, layout: Any, rules: Rules, *options:
         and cpu_core.unsupported_reason(q.device, q.dtype) is None
         and serves(q, k, v, rules)
     ):
-        last: dict[str, Any] = layout.derived("few queries", dict)
-        last |= {"key": _key(q, k, v, *options), "plan": _plan(q, k, v, layout, rules)}
+        last: dict[str, tuple[Any, Plan]] = layout.derived("few queries", dict)
+        # One assignment, so that a thread never sees the key of one call and the plan of another.
+        last["call"] = _key(q, k, v, *options), _plan(q, k, v, layout, rules)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Any, ...]:
