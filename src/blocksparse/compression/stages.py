@@ -28,6 +28,7 @@ from ..conversion.sparsify import (
 )
 from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
+from ..sparsity.selection import least_density
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
 from ..surgery.tied import tie
@@ -287,7 +288,8 @@ class CompressionRun:
                 if plan is None or batches is not self.calibration:
                     candidates = survey_weights(dense_student, self.block_size, skip)
                     size = sum(weight.tensor.numel() for weight in candidates.weights.values())
-                    options = (self._without_full(density, size), None, "careful", None, batches)
+                    least = least_density({name: weight.blocks for name, weight in candidates.weights.items()})
+                    options = (max(self._without_full(density, size), least), None, "careful", None, batches)
                     plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
                 fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
                 student = replace_weights(dense_student, fitted, chosen, None, inplace=False)

@@ -41,11 +41,16 @@ def check_density(density: float, blocks: Mapping[str, Blocks], scope: str) -> N
         name, minimum = max(((name, 0.5 / count) for name, count in counts.items()), key=lambda pair: pair[1])
         reason = f"that leaves {name} one of its {counts[name]} blocks"
     else:
-        total = sum(count * blocks[name].size for name, count in counts.items())
-        minimum, reason = sum(each.size for each in blocks.values()) / total, "that leaves each weight a block"
+        minimum, reason = least_density(blocks), "that leaves each weight a block"
     if density < minimum:
         got = f"{density:g} (or pass a smaller block_size, or skip small weights)"
         raise BlockSparseError.expected("density", f"{minimum:.3g} or more, {reason}", got)
+
+
+def least_density(blocks: Mapping[str, Blocks]) -> float:
+    """Return the density of weights that keep one block each."""
+    total = sum(each.grid[0] * each.grid[1] * each.size for each in blocks.values())
+    return sum(each.size for each in blocks.values()) / total
 
 
 def block_norms(values: Tensor, norm: str = "l2") -> Tensor:
