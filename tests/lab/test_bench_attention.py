@@ -29,10 +29,15 @@ def test_rows_of_windows():
     assert works[0] == "attention forward, window 64 of 256 tokens, 8 heads on 1, d 16, batch 1"
     assert [work.split(",")[0] for work in works] == [
         "attention forward",
-        *2 * ["decode one token"],
         "memory of attention forward + backward",
         "choose 4 of 32 blocks",
     ]
+
+
+def test_rows_of_decoding():
+    rows = list(windows.decoding_rows(0.05, quick=True))
+    assert len(rows) == 6
+    assert all(row.work.startswith("decode one token") for row in rows)
 
 
 def test_rows_of_experts():

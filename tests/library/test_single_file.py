@@ -123,7 +123,7 @@ def test_no_process_has_a_whole_tensor(processes, tmp_path):
 
 
 def full_disk(calls):
-    """Return a function in place of `checkpoint._bytes` that fails after some calls."""
+    """Return a function in place of `checkpoint.bytes_of` that fails after some calls."""
     left = iter(range(calls))
 
     def write(tensor):
@@ -144,7 +144,7 @@ def fail(case, path):
     net = fully_shard(Mixed(density=0.2 if case == "others" and rank == 1 else 0.4).sparse)
     with pytest.MonkeyPatch.context() as patch:
         if case == "disk" and rank == 0:
-            patch.setattr(checkpoint, "_bytes", full_disk(4))
+            patch.setattr(checkpoint, "bytes_of", full_disk(4))
         if case == "a process" and rank == 1:
             patch.setattr(single_file.LocalChunk, "between", out_of_memory)
         error = error_of(save_safetensors, net, path)

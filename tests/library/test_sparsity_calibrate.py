@@ -241,7 +241,8 @@ def test_failures_leave_the_model_unchanged(method, make, batches, message):
         ("activation_scores", {"model": nn.ModuleDict({"a": nn.Linear(4, 4)})}, "forward"),
         ("reconstruct", {"model": nn.ReLU()}, "model: expected dense weights that can become block-sparse"),
         ("reconstruct", {"density": 1.5}, "density: expected a number above 0 and at most 1"),
-        ("reconstruct", {"density": 0}, "density: expected .* that leaves weight one of its"),
+        ("reconstruct", {"density": 0}, "density: expected a number above 0 and at most 1"),
+        ("reconstruct", {"density": 1e-9}, "density: expected .* that leaves weight one of its"),
         ("reconstruct", {"damping": -1}, "damping: expected a finite number, 0 or more"),
         (
             "reconstruct",
