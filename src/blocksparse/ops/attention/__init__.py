@@ -67,17 +67,17 @@ def attention(
 
     Time and memory grow with the number of visible blocks. A CPU runs a kernel of the compiled core. A GPU runs
     PyTorch's FlexAttention with a `BlockMask` made of the layout, or Triton kernels of this library. On other devices,
-    on a GPU in float64, with dropout or with d above 256, and in PyTorch's transforms, the keys of each row are
-    gathered for dense products. A compiled graph contains FlexAttention or one op; each layout is compiled separately.
-    An exported graph contains PyTorch's own operations only, and grows with the rows of blocks.
+    on a GPU in float64, with dropout, `cu_seqlens`, `lengths`, `sinks` or `return_lse`, and in PyTorch's transforms,
+    the keys of each row are gathered for dense products. A compiled graph contains FlexAttention or one op; each layout
+    is compiled separately. An exported graph contains PyTorch's own operations only, and grows with the rows of blocks.
 
     FlexAttention works in tiles. Without gradients and with 128 queries or more, a tile is as large as the blocks: 32,
     64 or 128. For random blocks of 32, density 0.1, 8192 tokens, d 64 and bfloat16, the forward pass on an H100 is 3.8
     times as fast as dense attention. With gradients every tile is 128; such blocks touch 81 % of these tiles, and the
     forward pass has 0.12 times the speed of dense attention.
 
-    The Triton kernels work in blocks. They run with gradients if the blocks are no multiples of 128, with `cu_seqlens`,
-    `lengths`, `sinks` or `return_lse`, and within `bs.use_backend("triton")`. Their speed has not been measured yet.
+    The Triton kernels work in blocks of any size. They run within `bs.use_backend("triton")`, and have not been
+    measured on a GPU yet.
 
     Under `torch.autocast`, q, k and v are cast, as for `scaled_dot_product_attention`.
 
@@ -203,9 +203,7 @@ def run_attention(
     """Return attention of checked operands, and its log-sum-exp if it is asked for."""
     backend = ATTENTION.on(q.device, q.dtype)
     return_lse = return_lse or sinks is not None
-    if torch.compiler.is_compiling() and (
-        has_dynamic(layouts) or runs_as_op(backend, q, k, v, layouts, rules, return_lse)
-    ):
+    if torch.compiler.is_compiling() and (has_dynamic(layouts) or runs_as_op(backend, q, k, v, rules)):
         y, lse = in_graph(q, k, v, layouts, rules)
     else:
         y, lse = backend.attention(q, k, v, layouts, rules, return_lse)

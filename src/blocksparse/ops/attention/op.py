@@ -24,15 +24,13 @@ from .rules import Rules
 ATTENTION = Op("attention", triton, cpu, reference, fallback=gathered)
 
 
-def runs_as_op(
-    backend: Any, q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool
-) -> bool:
+def runs_as_op(backend: Any, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:
     """Return whether a compiled graph has PyTorch's op for a call, and not the operations of the backend.
 
     Exported graphs use PyTorch's own operations, so that other runtimes can run them.
     """
     if backend is triton:
-        return triton.uses_kernels(q, k, v, layouts, rules, return_lse)
+        return triton.uses_kernels(q, k, v, rules)
     return backend is gathered and not is_exporting()
 
 

@@ -1,7 +1,8 @@
-"""Block-sparse attention on a GPU: PyTorch's FlexAttention, or Triton kernels for what it cannot do or does slowly.
+"""Block-sparse attention on a GPU: PyTorch's FlexAttention, or Triton kernels within `use_backend("triton")`.
 
-FlexAttention needs tiles of 128 for gradients, and a mask that depends on data would be compiled once per call. The
-kernels work in blocks of the layout, and read the keys that a query sees as two numbers per query.
+No GPU has run the kernels yet, so nobody gets them unasked. FlexAttention needs tiles of 128 for gradients, and a mask
+that depends on data would be compiled once per call; such calls gather the keys of each row. The kernels work in blocks
+of the layout, and read the keys that a query sees as two numbers per query.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..gpu.tiles import forced, forced_tile, gpu_of, power_of_two
 from ..graph_layout import is_exporting
 from ..registry import can_bypass_dispatcher, is_forced, needs_grad
 from . import gathered
-from .flex import TILE, compiled_flex, flex, tile_of
+from .flex import compiled_flex, flex
 from .gathered import Result
 from .gpu_plan import heads_of_tile, rule, tables
 from .node import Passes
@@ -53,7 +54,7 @@ _no_kernels_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def attention(
     q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool = False
 ) -> Result:
-    if uses_kernels(q, k, v, layouts, rules, return_lse):
+    if uses_kernels(q, k, v, rules):
         if len({layout.block_shape for layout in layouts}) == 1:
             return _by_kernels(q, k, v, layouts, rules, return_lse)
         return gathered.by_layout(q, k, v, layouts, rules, return_lse, _of_layout)
@@ -63,17 +64,9 @@ def attention(
     return flex(q, k, v, layouts, rules, compiled_flex()), None
 
 
-def uses_kernels(
-    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, return_lse: bool
-) -> bool:
-    """Return whether a call runs the kernels: within `use_backend`, and where FlexAttention cannot serve.
-
-    That is for spans, the log-sum-exp, and gradients if the tiles that they need are larger than the blocks.
-    """
-    flex_serves = not (return_lse or rules.spans is not None or (needs_grad(q, k, v) and tile_of(layouts) < TILE))
-    if flex_serves and not is_forced():
-        return False
-    if not can_serve(q, v, rules):
+def uses_kernels(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:
+    """Return whether a call runs the kernels: within `use_backend`, if they can serve it."""
+    if not is_forced() or not can_serve(q, v, rules):
         return False
     return not is_exporting() if torch.compiler.is_compiling() else can_bypass_dispatcher(q, k, v)
 
