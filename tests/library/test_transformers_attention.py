@@ -64,13 +64,38 @@ def test_generation_with_a_cache(name):
     assert torch.equal(*found)
 
 
-def test_packed_documents_begin_their_positions_again():
-    model, ids = MODELS["llama"]().eval(), torch.randint(100, (1, 150))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo, after a graph break of the model
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("borders", [[[0, 60]], [[0, 60], [0, 20, 90]]])
+def test_packed_documents_begin_their_positions_again(borders, compiled):
+    model, ids = MODELS["mistral"]().eval(), torch.randint(100, (len(borders), 150))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in _lengths(each)]) for each in borders])
+    apart = [
+        model(part).logits
+        for row, each in zip(ids, borders, strict=True)
+        for part in row[None].split(_lengths(each), 1)
+    ]
     model.set_attn_implementation("blocksparse")
-    positions = torch.cat([torch.arange(60), torch.arange(90)])[None]
-    together = model(input_ids=ids, position_ids=positions).logits
-    apart = [model(input_ids=part).logits for part in ids.split([60, 90], 1)]
-    torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for mask in (None, torch.ones_like(ids)):
+        together = run(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(together.flatten(0, 1), torch.cat(apart, 1)[0], rtol=1e-4, atol=1e-5)
+
+
+def _lengths(borders):
+    return torch.tensor([*borders, 150]).diff().tolist()
+
+
+def test_documents_with_padding_on_either_side():
+    model, ids = MODELS["llama"]().eval(), torch.randint(100, (2, 60))
+    positions = torch.cat([torch.arange(25), torch.arange(35)]).expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[0, :10] = mask[1, 50:] = 0
+    apart = [model(ids[0, None, 10:25], position_ids=positions[:1, 10:25]), model(ids[1, None, 25:50])]
+    model.set_attn_implementation("blocksparse")
+    found = model(ids, position_ids=positions, attention_mask=mask).logits
+    torch.testing.assert_close(found[0, 10:25], apart[0].logits[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1, 25:50], apart[1].logits[0], rtol=1e-4, atol=1e-5)
 
 
 def test_patterns_from_the_config(tmp_path):
@@ -90,11 +115,22 @@ def test_bad_input():
     model.set_attn_implementation("blocksparse")
     with pytest.raises(bs.BlockSparseError, match=r'attention_mask: expected a mask of padding, \[batch, 20\].*"sdpa"'):
         model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
+    hole = torch.ones_like(ids)
+    hole[0, 5:10] = 0
+    with pytest.raises(bs.BlockSparseError, match=r'attention_mask: expected no 0 between.*use "sdpa"'):
+        model(ids, attention_mask=hole)
     with pytest.raises(bs.BlockSparseError, match="needs a dynamic cache"):
         model.generate(ids, max_new_tokens=3, cache_implementation="static", pad_token_id=0)
     for pattern, message in [
         ("bigbird", "expected a dict such as"),
         ({"pattern": "all"}, "pattern of .*'bigbird'.*'all'"),
+        ({"pattern": ["bigbird"]}, "pattern of .*'bigbird'"),
+        ({"window": 3}, r"expected 'pattern', one of .*, got \{'window': 3\}"),
+        ({"pattern": "sliding_window"}, r"expected the arguments of .*: window \(required\), block_size, .*, got \{\}"),
+        ({"pattern": "bigbird", "neighbours": 2}, r"arguments of patterns\.bigbird: .*neighbors.*'neighbours'"),
+        ({"pattern": "dilated", "tokens": 64}, r"arguments of patterns\.dilated: "),
+        ({"pattern": "sliding_window", "window": {1: 2}}, "window: expected"),
+        *(({"block_size": size}, "block_size of .*: expected an int, 1 or more") for size in (0, "16", (16, 16), None)),
     ]:
         model.config.blocksparse_attention = pattern
         with pytest.raises(bs.BlockSparseError, match=message):

@@ -5,17 +5,19 @@ Windows come from the model (Mistral's `sliding_window`), patterns from its conf
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import patterns
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.attention import draw_seed, run_attention
@@ -24,7 +26,10 @@ from ..ops.attention.rules import Rules, data_spans, window_spans
 
 NAME = "blocksparse"
 BLOCK = 64
+MOST_LAYOUTS = 64
 PATTERNS = ("sliding_window", "strided_attention", "fixed_attention", "dilated", "small_world_attention", "bigbird")
+
+_layouts: dict[str, BlockLayout] = {}
 
 
 def attention_forward(
@@ -59,15 +64,15 @@ def attention_forward(
         left = right = sliding_window - 1
     right = 0 if causal else right
     config = getattr(module, "config", None)
-    layout = _layout_of(getattr(config, "blocksparse_attention", None), keys, left, right)
+    layout = _layouts[_store_layout(getattr(config, "blocksparse_attention", None), keys, left, right)]
     layouts, row = check_operands(query, key, value, layout)
-    documents = cu_seq_lens_k
-    if documents is None and attention_mask is None and causal and queries == keys:
-        documents = _documents(position_ids, keys)
+    first = None
+    if cu_seq_lens_k is None and causal and queries == keys:
+        first = _first_of_document(position_ids, keys)
     spans = None
-    if documents is not None or attention_mask is not None:
+    if cu_seq_lens_k is not None or first is not None or attention_mask is not None:
         padding = None if attention_mask is None else _check_mask(attention_mask, keys)
-        spans = _spans(queries, keys, left, right, documents, padding)
+        spans = _spans(queries, keys, left, right, cu_seq_lens_k, first, padding)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     seed = draw_seed(dropout, query.device)
     rules = Rules(row, left, right, spans, scale, softcap or 0.0, dropout, seed)
@@ -75,44 +80,73 @@ def attention_forward(
     return y.transpose(1, 2).contiguous(), None
 
 
-def _layout_of(pattern: Any, keys: int, left: int | None, right: int | None) -> BlockLayout:
-    """Return the layout for a number of keys: the config's pattern, or else the blocks of the window."""
+def _store_layout(pattern: Any, keys: int, left: int | None, right: int | None) -> str:
+    """Store the layout for a number of keys: the config's pattern, or else the blocks of the window. Return its key."""
     if pattern is not None and not isinstance(pattern, Mapping):
         raise BlockSparseError.expected(
             "config.blocksparse_attention", "a dict such as {'pattern': 'bigbird'}", pattern
         )
     options = dict(pattern or {})
-    block = options.setdefault("block_size", BLOCK)
     name = options.pop("pattern", None)
     if name is not None and name not in PATTERNS:
         raise BlockSparseError.expected("pattern of config.blocksparse_attention", f"one of {PATTERNS}", repr(name))
-    return _make_layout(name, -(-keys // block) * block, left, right, json.dumps(options, sort_keys=True))
+    block = integer("block_size of config.blocksparse_attention", options.setdefault("block_size", BLOCK), 1)
+    tokens = -(-keys // block) * block
+    key = json.dumps([name, tokens, left, right, options], default=str)
+    if key not in _layouts:
+        if len(_layouts) >= MOST_LAYOUTS:
+            del _layouts[next(iter(_layouts))]
+        _layouts[key] = _make_layout(*json.loads(key))
+    return key
 
 
-@lru_cache(maxsize=64)
-def _make_layout(name: str | None, tokens: int, left: int | None, right: int | None, options: str) -> BlockLayout:
-    arguments = json.loads(options)
+def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
+    """Raise a BlockSparseError for an option that the pattern lacks, or a missing one."""
+    if name is None:
+        needed, optional = [], ["block_size"]
+        expected = f"'pattern', one of {PATTERNS}, beside all entries other than 'block_size'"
+    else:
+        arguments = list(inspect.signature(getattr(patterns, name)).parameters.values())[1:]  # the first one: tokens
+        needed = [each.name for each in arguments if each.default is each.empty]
+        optional = [each.name for each in arguments if each.name not in needed]
+        expected = (
+            f"the arguments of patterns.{name}: {', '.join([*(f'{each} (required)' for each in needed), *optional])}"
+        )
+    if not set(needed) <= set(options) <= {*needed, *optional}:
+        raise BlockSparseError.expected("config.blocksparse_attention", expected, dict(options))
+
+
+# Dynamo calls it, because it cannot trace how a layout is made. It takes the layout from a global dict, because it
+# cannot guard an object that such a call returns.
+_store_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _make_layout(
+    name: str | None, tokens: int, left: int | None, right: int | None, options: dict[str, Any]
+) -> BlockLayout:
+    _check_options(name, options)
     if name is None:
         window = -1 if left is None else left, -1 if right is None else right
-        return patterns.sliding_window(tokens, window, arguments["block_size"])
-    if isinstance(arguments.get("window"), list):
-        arguments["window"] = tuple(arguments["window"])
-    layout: BlockLayout = getattr(patterns, name)(tokens, **arguments)
+        return patterns.sliding_window(tokens, window, options["block_size"])
+    if isinstance(options.get("window"), list):
+        options["window"] = tuple(options["window"])
+    layout: BlockLayout = getattr(patterns, name)(tokens, **options)
     return layout
 
 
-# Dynamo calls it, because it cannot trace how a layout is made.
-_make_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _first_of_document(position_ids: Tensor | None, keys: int) -> Tensor | None:
+    """Return the first key of each query's document, int32 `[batch or 1, keys]`; None for one document per sequence.
 
-
-def _documents(position_ids: Tensor | None, keys: int) -> Tensor | None:
-    """Return the borders of documents that are packed in one sequence, from positions that begin again at 0."""
-    if torch.compiler.is_compiling() or position_ids is None or position_ids.shape != (1, keys):
+    A document begins where a position is not the one after the last. A compiled graph cannot read positions, so it
+    always computes these keys.
+    """
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != keys:
         return None
-    starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
-    if not len(starts):
+    begins = position_ids.diff(dim=1) != 1
+    if not torch.compiler.is_compiling() and not begins.any():
         return None
-    return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), keys)])
+    number = torch.arange(1, keys, dtype=torch.int32, device=position_ids.device)
+    return F.pad(number * begins, (1, 0)).cummax(1).values
 
 
 def _check_mask(mask: Tensor, keys: int) -> Tensor:
@@ -124,21 +158,30 @@ def _check_mask(mask: Tensor, keys: int) -> Tensor:
 
 
 def _spans(
-    queries: int, keys: int, left: int | None, right: int | None, documents: Tensor | None, padding: Tensor | None
+    queries: int,
+    keys: int,
+    left: int | None,
+    right: int | None,
+    documents: Tensor | None,
+    first: Tensor | None,
+    padding: Tensor | None,
 ) -> Tensor:
-    """Return the spans of visible keys, int32 `[2, batch or 1, queries]`, with padding on both sides hidden."""
+    """Return the spans of visible keys, int32 `[2, batch or 1, queries]`, with padding on both sides hidden.
+
+    Documents have borders, or the first key of each query's document if attention is causal.
+    """
     if documents is not None:
-        spans = data_spans(queries, keys, left, right, documents, None)
+        start, end = data_spans(queries, keys, left, right, documents, None)
     else:
-        device = None if padding is None else padding.device
-        spans = window_spans(queries, keys, left, right, device or torch.device("cpu"))[:, None]
-    if padding is None:
-        return spans
-    start, end = spans
-    number = torch.arange(keys, dtype=torch.int32, device=padding.device)
-    first = torch.where(padding, number, keys).amin(1, keepdim=True)
-    last = torch.where(padding, number + 1, 0).amax(1, keepdim=True)
-    return torch.stack([start.maximum(first), end.minimum(last)]).to(torch.int32)
+        device = next((each.device for each in (first, padding) if each is not None), torch.device("cpu"))
+        start, end = window_spans(queries, keys, left, right, device)[:, None]
+    if first is not None:
+        start = start.maximum(first)
+    if padding is not None:
+        number = torch.arange(keys, dtype=torch.int32, device=padding.device)
+        start = start.maximum(torch.where(padding, number, keys).amin(1, keepdim=True))
+        end = end.minimum(torch.where(padding, number + 1, 0).amax(1, keepdim=True))
+    return torch.stack(torch.broadcast_tensors(start, end)).to(torch.int32)
 
 
 def padding_mask(
@@ -148,7 +191,8 @@ def padding_mask(
     """Return the mask of padding `[batch, keys]`, or None without padding; `attention_forward` makes the rest.
 
     Raises:
-        BlockSparseError: the model has a mask function of its own, or a static cache.
+        BlockSparseError: the model has a mask function of its own or a static cache, or there is padding between
+            tokens; a compiled graph cannot check the latter.
     """
     if use_vmap:
         raise BlockSparseError(f'attn_implementation="{NAME}" has no mask functions of its own: use "sdpa"')
@@ -157,7 +201,12 @@ def padding_mask(
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, -kv_length:].bool()
-    return None if not torch.compiler.is_compiling() and attention_mask.all() else attention_mask
+    if torch.compiler.is_compiling():
+        return attention_mask
+    if (F.pad(attention_mask.int(), (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any():
+        expected = f'no 0 between the 1s of a sequence (pad on the left to generate), or use "sdpa" instead of "{NAME}"'
+        raise BlockSparseError.expected("attention_mask", expected, "padding inside of a sequence")
+    return None if attention_mask.all() else attention_mask
 
 
 AttentionInterface.register(NAME, attention_forward)
