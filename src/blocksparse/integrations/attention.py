@@ -90,7 +90,7 @@ def _store_layout(pattern: Any, keys: int, left: int | None, right: int | None) 
     name = options.pop("pattern", None)
     if name is not None and name not in PATTERNS:
         raise BlockSparseError.expected("pattern of config.blocksparse_attention", f"one of {PATTERNS}", repr(name))
-    block = integer("block_size of config.blocksparse_attention", options.setdefault("block_size", BLOCK), 1)
+    block = integer("block_size of config.blocksparse_attention", options.get("block_size", BLOCK), 1)
     tokens = -(-keys // block) * block
     key = json.dumps([name, tokens, left, right, options], default=str)
     if key not in _layouts:
@@ -125,6 +125,7 @@ def _make_layout(
     name: str | None, tokens: int, left: int | None, right: int | None, options: dict[str, Any]
 ) -> BlockLayout:
     _check_options(name, options)
+    options.setdefault("block_size", BLOCK)
     if name is None:
         window = -1 if left is None else left, -1 if right is None else right
         return patterns.sliding_window(tokens, window, options["block_size"])
