@@ -20,6 +20,7 @@ from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.conversion import speed
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.surgery.tied import tie, untie_output_layers
 from processes import CONTEXT
 
 
@@ -315,6 +316,16 @@ def test_a_block_sparse_output_layer_is_untied_from_its_embedding(tmp_path):
     torch.testing.assert_close(loaded(data[0]), result.model(data[0]))
     resumed = bs.compress(model, data, **options(folder=tmp_path))
     torch.testing.assert_close(resumed.model(data[0]), result.model(data[0]))
+
+
+def test_two_output_layers_of_one_embedding_are_untied():
+    model = TiedWords()
+    model.second = nn.Linear(32, 96, bias=False)
+    model.second.weight = model.words.weight
+    assert untie_output_layers(model) == {"head.weight": "words.weight", "second.weight": "words.weight"}
+    assert model.second.weight is not model.head.weight
+    tie(model, {"head.weight": "words.weight"})
+    assert model.head.weight is model.words.weight
 
 
 def test_tradeoff_counts_an_output_layer_that_is_tied_to_an_embedding():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.surgery.tied import forget_ties, untie_output_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -234,6 +235,25 @@ def test_a_block_sparse_head_refuses_more_tokens_before_anything_changes():
     model.lm_head = bs.densify(model.lm_head)
     model.resize_token_embeddings(56)
     assert model(torch.arange(50)[None]).logits.shape == (1, 50, 56)
+
+
+def t5():
+    sizes = {"vocab_size": 64, "d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, t5])
+def test_an_output_layer_that_was_untied_survives_saving_and_loading(make, tmp_path):
+    model, inputs = make().eval(), {"input_ids": IDS}
+    inputs |= {"decoder_input_ids": IDS} if make is t5 else {}
+    untied = untie_output_layers(model)
+    forget_ties(model, untied)
+    model = bs.sparsify(model, 0.5, 16, force=True)
+    assert untied.keys() & {"lm_head.weight", "cls.predictions.decoder.weight"}
+    assert hasattr(model.get_submodule(next(iter(untied)).removesuffix(".weight")), "layout")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning")

@@ -31,7 +31,7 @@ from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..sparsity.selection import least_density
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
-from ..surgery.tied import tie
+from ..surgery.tied import forget_ties, tie
 from .measures import calls_weights, dense_size, density_of, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
@@ -200,9 +200,7 @@ class CompressionRun:
         again = {name: embedding for name, embedding in self.untied.items() if name not in sparse}
         for model in (self.student, self.dense_model):
             tie(model, again)
-        config: Any = getattr(self.student, "config", None)  # of the transformers library, which would tie them
-        if len(again) < len(self.untied) and hasattr(config, "tie_word_embeddings"):
-            config.tie_word_embeddings = False
+        forget_ties(self.student, self.untied.keys() - again.keys())
 
     def _count_full_weights(self, names: Collection[str] = ()) -> None:
         """Count the parameters of weights that stay dense because they keep all blocks, and of those with a name."""

@@ -13,7 +13,7 @@ from ..state_indices import layout_of_indices
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
-from ..surgery.tied import tied_names, untie_output_layers
+from ..surgery.tied import forget_ties, tied_names, untie_output_layers
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -66,6 +66,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         }
         _load(trial, layouts, empty)
         untie_output_layers(model, sparse)
+        forget_ties(model, sparse)
         model = _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"the state of this {type(model).__name__}", error) from error

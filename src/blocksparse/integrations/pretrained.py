@@ -24,16 +24,12 @@ from ..nn.quantized import QuantizedLinear
 from ..state_indices import layout_of_indices
 from ..surgery.prunable import survey
 from ..surgery.replace import replace_with_sparse
+from ..surgery.tied import forget_ties, untie_output_layers
 
 __all__ = ["BlockSparseConfig", "BlockSparseQuantizer", "attach"]
 
 METHOD = "blocksparse"
 VERSION = 1
-
-# The `weight` of a layer while a model loads: some models draw weights by name after loading, unless the tensor is
-# marked as initialized.
-_INITIALIZED: Any = torch.empty(0)
-_INITIALIZED._is_hf_initialized = True
 
 
 def attach(model: nn.Module) -> nn.Module:
@@ -118,9 +114,13 @@ class BlockSparseQuantizer(HfQuantizer):
     def preprocess_model(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         files = kwargs.get("checkpoint_files") or []
         size = sum(os.path.getsize(file) for file in files) if files else None
-        replace_with_sparse(model, _placeholder_layouts(model, self.quantization_config.weights, size))
+        layouts = _placeholder_layouts(model, self.quantization_config.weights, size)
+        untie_output_layers(model, layouts)
+        replace_with_sparse(model, layouts)
+        forget_ties(model, layouts)
         for module in _sparse_modules(model).values():
-            module.__class__ = type("Loading", (type(module),), {"weight": _INITIALIZED, "finished": type(module)})
+            attributes = {"weight": _placeholder_weight(module), "finished": type(module)}
+            module.__class__ = type("Loading", (type(module),), attributes)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         """Finish the placeholders of a loaded model: each gets its class and its loaded layout."""
@@ -168,6 +168,18 @@ class BlockSparseQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _placeholder_weight(module: nn.Module) -> Tensor:
+    """Return the `weight` of a layer while a model loads, which transformers reads in two places.
+
+    It draws weights by name after loading, unless the tensor is marked as initialized, and pads tied biases to the
+    number of its rows.
+    """
+    bias = getattr(module, "bias", None)
+    weight: Any = torch.empty(len(bias) if isinstance(bias, Tensor) else 0, 0)
+    weight._is_hf_initialized = True
+    return weight
 
 
 def _describe_blocks(model: nn.Module) -> dict[str, Any]:

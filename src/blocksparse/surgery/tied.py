@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -38,14 +38,22 @@ def untie_output_layers(model: nn.Module, only: Collection[str] | None = None) -
     """
     untied = {}
     for name, others in tied_names(model).items():
-        module = _owner(model, name)
-        if only is not None and name not in only:
-            continue
-        if type(module) is nn.Linear and all(isinstance(_owner(model, other), nn.Embedding) for other in others):
+        module, owners = _owner(model, name), {other: _owner(model, other) for other in others}
+        embeddings = [other for other, owner in owners.items() if isinstance(owner, nn.Embedding)]
+        known = all(type(owner) is nn.Linear or isinstance(owner, nn.Embedding) for owner in owners.values())
+        if type(module) is nn.Linear and embeddings and known and (only is None or name in only):
             weight = module.weight
             module.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-            untied[name] = others[0]
+            untied[name] = embeddings[0]
     return untied
+
+
+def forget_ties(model: nn.Module, names: Iterable[str]) -> None:
+    """Let `tie_weights` of the transformers library leave these weights alone, also when the model is saved."""
+    keys = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(keys, dict):
+        for name in names:
+            keys.pop(name, None)
 
 
 def tie(model: nn.Module, names: Mapping[str, str]) -> None:
