@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from functools import partial
 
@@ -435,13 +436,17 @@ def test_bad_input():
             "layout: expected one for each of 3 heads, or for each of 2 x 3 heads and sequences, got 1",
         ),
         ((q, k, v, None), "layout: expected a BlockLayout, got NoneType"),
+        ((q, k[:, :, :0], v[:, :, :0], layout), "k: expected 1 or more tokens, got 0"),
+        ((q[:, :, :0], k[:, :, :0], v[:, :, :0], layout), "q: expected 1 or more tokens, got 0"),
+        ((q[:, :0], k[:, :0], v[:, :0], []), "layout: expected a BlockLayout, since q has no heads, got an empty list"),
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):
             bs.nn.attention(*args)
     for options, message in [
         ({"causal": 1}, "causal: expected a bool, got 1"),
-        ({"scale": 1j}, "scale: expected a number or None, got 1j"),
-        ({"scale": torch.ones(4)}, "scale: expected a number or None"),
+        ({"scale": 1j}, "scale: expected a finite number or None, got 1j"),
+        ({"scale": torch.ones(4)}, "scale: expected a finite number or None"),
+        ({"scale": math.nan}, "scale: expected a finite number or None, got nan"),
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):
             bs.nn.attention(q, k, v, layout, **options)

@@ -149,6 +149,18 @@ def test_bad_input():
         bs.nn.topk_blocks(q[:, :, :40], k[:, :, :40], dense, 2)
     with pytest.raises(bs.BlockSparseError, match="q: expected as many queries as the layout has rows"):
         bs.nn.topk_blocks(q[:, :, :16], k, dense, 2)
+    with pytest.raises(bs.BlockSparseError, match="layout: expected a BlockLayout, got list"):
+        bs.nn.topk_blocks(q, k, [dense] * 4, 2)
+    for empty in (q[:0], q[:, :0]):
+        with pytest.raises(bs.BlockSparseError, match="q: expected 1 or more sequences and heads"):
+            bs.nn.topk_blocks(empty, empty, dense, 2)
+    unreadable = "q and k: expected tensors whose numbers can be read"
+    with pytest.raises(bs.BlockSparseError, match=unreadable):
+        bs.nn.topk_blocks(q.to("meta"), k.to("meta"), dense, 2)
+    with pytest.raises(bs.BlockSparseError, match=unreadable):
+        torch.func.vmap(
+            lambda q: bs.nn.attention(q[None], q[None], q[None], bs.nn.topk_blocks(q[None], q[None], dense, 2))
+        )(q)
     layouts = bs.nn.topk_blocks(q, k, dense, 2)
     with pytest.raises(bs.BlockSparseError, match="lengths: expected "):
         bs.nn.attention(q, k, v, layouts, lengths=[90])

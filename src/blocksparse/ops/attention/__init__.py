@@ -122,8 +122,8 @@ def attention(
     layouts, row = check_operands(q, k, v, layout)
     if not isinstance(causal, bool | np.bool_):
         raise BlockSparseError.expected("causal", "a bool", repr(causal))
-    if scale is not None and not isinstance(scale, Real):
-        raise BlockSparseError.expected("scale", "a number or None", repr(scale))
+    if scale is not None and not (isinstance(scale, Real) and abs(scale) < math.inf):
+        raise BlockSparseError.expected("scale", "a finite number or None", repr(scale))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     queries, keys = q.shape[2], k.shape[2]
     left, right = check_window(window_size, bool(causal))

@@ -38,6 +38,8 @@ def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayou
     if isinstance(layout, Sequence) and len(layouts) != heads:
         expected = f"one for each of {heads} heads, or for each of {batch} x {heads} heads and sequences"
         raise BlockSparseError.expected("layout", expected, f"{len(layouts)} layouts")
+    if not layouts:
+        raise BlockSparseError.expected("layout", "a BlockLayout, since q has no heads", "an empty list")
     rows = set()
     for each in layouts:
         check_layout(each)
@@ -77,6 +79,8 @@ _all_equal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
     """Return the error for a layout of a wrong shape, with the best remedy."""
+    if not queries or not keys:
+        return BlockSparseError.expected("k" if queries else "q", "1 or more tokens", 0)
     height, width = layout.block_shape
     rows, columns = -(-queries // height) * height, -(-keys // width) * width
     expected = f"the shape (queries, keys) = ({queries}, {keys})"

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...checked import integer
+from ...checked import integer, shape_of
 from ...errors import BlockSparseError
-from ...layout import BlockLayout
+from ...layout import BlockLayout, check_layout
 from ..checks import accumulator
 from ..graph_layout import DynamicLayout
 from .arguments import check_lengths, check_operands
@@ -25,7 +25,8 @@ def topk_blocks(
     """Choose for each block of queries the blocks of keys with the largest scores, for `bs.nn.attention`.
 
     The score of two blocks is the product of their mean query and mean key. A block on the diagonal of a square layout
-    is always chosen. The choice has no gradient.
+    is always chosen; in decoding, with fewer rows than columns, add the query's own block to the choice by
+    `layout | own`. The choice has no gradient.
 
     Args:
         q: `[batch, heads, queries, d]`.
@@ -42,7 +43,8 @@ def topk_blocks(
         which serves any choice.
 
     Raises:
-        BlockSparseError: shapes do not fit, `blocks` is below 1, or a length is beyond the keys.
+        BlockSparseError: shapes do not fit, there is no sequence or no head, `blocks` is below 1, a length is beyond
+            the keys, or the data cannot be read: on the meta device, and in transforms of `torch.func`.
 
     >>> import torch, blocksparse as bs
     >>> q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
@@ -55,7 +57,10 @@ def topk_blocks(
 
     Source: Lu et al., MoBA: mixture of block attention for long-context LLMs (2025).
     """
+    check_layout(layout)
     _, row = check_operands(q, k, k, layout)
+    if not q.shape[0] or not q.shape[1]:
+        raise BlockSparseError.expected("q", "1 or more sequences and heads", list(q.shape))
     blocks = integer("blocks", blocks, 1)
     if row:
         got = f"{q.shape[2]} queries and {k.shape[2]} keys"
@@ -68,6 +73,9 @@ def topk_blocks(
         cols = _chosen_columns(q, k, layout, candidates, lengths)
     if torch.compiler.is_compiling():
         return [DynamicLayout(candidates.crow, col, layout.grid, layout.block_shape) for col in cols.unbind(0)]
+    if cols.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(cols):
+        expected = "tensors whose numbers can be read (choose before the transform of torch.func, and not on meta)"
+        raise BlockSparseError.expected("q and k", expected, f"{shape_of(q)} on {q.device}")
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(candidates.crow.cpu().numpy()))
     return [BlockLayout.from_indices(rows, col, layout.grid, layout.block_shape) for col in cols.cpu().numpy()]
 
