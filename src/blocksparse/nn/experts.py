@@ -125,7 +125,7 @@ class Experts(MultiWeightModule):
 
         Args:
             hidden_states: `[tokens, hidden_dim]`.
-            top_k_index: `[tokens, k]`, integers; an index of `num_experts` or more stands for no expert.
+            top_k_index: `[tokens, k]`, integers; an index of `num_experts` stands for no expert.
             top_k_weights: `[tokens, k]`.
 
         Returns:
