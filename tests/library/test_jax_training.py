@@ -197,6 +197,12 @@ def test_a_state_that_does_not_fit_is_named(make, change, message):
 
 
 @LAYERS
+def test_a_bias_is_not_dropped(make):
+    with pytest.raises(bs.BlockSparseError, match="state: expected no bias"):
+        make(layout=LAYOUT, use_bias=False).load_state_dict(make(layout=LAYOUT).state_dict())
+
+
+@LAYERS
 def test_arguments_of_layers_are_checked(make):
     for options, message in (
         ({"layout": LAYOUT.T}, r"^layout: expected shape \(24, 32\)"),

@@ -91,12 +91,15 @@ def from_state(
     """Return the layout, values and bias of a state dict for a layer that has these now; other names are ignored.
 
     Raises:
-        BlockSparseError: a name is missing, indices are those of another grid, or a shape or dtype differs.
+        BlockSparseError: a name is missing, the state has a bias that the layer lacks, indices are those of another
+            grid, or a shape or dtype differs.
     """
     names = [prefix + name for name in to_state(layout_now, values, bias)]
     missing = [name for name in names if name not in state]
     if missing:
         raise BlockSparseError.expected("state", f"{', '.join(names)}", f"none of the name {missing[0]!r}")
+    if bias is None and f"{prefix}bias" in state:
+        raise BlockSparseError.expected("state", "no bias (make the layer with use_bias=True)", repr(f"{prefix}bias"))
     crow, col, *floats = (state[name] for name in names)
     stored = layout_of_indices(
         host_array("crow_indices", "a vector of ints", crow), host_array("col_indices", "a vector of ints", col),
