@@ -90,8 +90,9 @@ def build(project: Path) -> bool:
 
 
 def environment_of(project: Path) -> dict[str, str]:
-    """Return the environment in which the project's sources are imported, with one thread."""
-    return {**os.environ, "PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1"}
+    """Return the environment in which the project's sources are imported, with one thread, and JAX if it is there."""
+    path = os.pathsep.join(map(str, (project / "src", ROOT / "build/jax/newest")))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def check_imports(project: Path) -> None:
