@@ -55,20 +55,25 @@ class _Node(torch.autograd.Function):
 
         def gradients(grad: Tensor, *more: Tensor) -> Sequence[Tensor | None]:
             if torch.is_grad_enabled() or not can_bypass_dispatcher(grad, *more):
-                return _differentiable(q, k, v, passes, grad, *more)
+                return differentiable_gradients(q, k, v, passes.layouts, passes.rules, grad, *more)
             return passes.backward(q, k, v, y, lse, grad, more[0] if more else None, needed=needed)
 
         more = () if grad_lse is None else (grad_lse,)
         return None, *call_per_batched_grad(gradients, grad, *more)
 
 
-def _differentiable(q: Tensor, k: Tensor, v: Tensor, passes: Passes, *grads: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients, computed by operations that autograd can differentiate again."""
+def differentiable_gradients(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], rules: Rules, *grads: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of q, k and v by operations that autograd can differentiate again.
+
+    `grads` are those of y and, if it is used, of its log-sum-exp.
+    """
     create_graph = torch.is_grad_enabled()
     inputs = [tensor for tensor in (q, k, v) if tensor.requires_grad]
     # Only this kernel of PyTorch can be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        outputs = gathered.attention(q, k, v, passes.layouts, passes.rules, return_lse=len(grads) > 1)
+        outputs = gathered.attention(q, k, v, layouts, rules, return_lse=len(grads) > 1)
     given = [output for output in outputs if output is not None]
     results = iter(torch.autograd.grad(given, inputs, grads, create_graph=create_graph, materialize_grads=True))
     return [next(results) if tensor.requires_grad else None for tensor in (q, k, v)]

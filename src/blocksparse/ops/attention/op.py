@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...layout import BlockLayout
 from ..checks import accumulator
@@ -18,6 +17,7 @@ from ..graph_layout import is_exporting, pack_layouts, unpack_layouts
 from ..registry import Op
 from ..torch_op import LIBRARY, define_op
 from . import cpu, gathered, reference, triton
+from .node import differentiable_gradients
 from .rules import Rules
 
 # Gathered rows serve every device.
@@ -109,26 +109,12 @@ def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         sizes, *numbers = ctx.rest
         rules = _rules(spans, seed, *numbers)
-        grads = _differentiable(q, k, v, grad, grad_lse, _layouts(indices, sizes), rules)
+        grads = differentiable_gradients(q, k, v, _layouts(indices, sizes), rules, grad, grad_lse)
     else:
         grads = torch.ops.blocksparse.attention_backward(
             q, k, v, y, lse, grad, grad_lse, spans, seed, indices, *ctx.rest
         )
     return *grads, None, None, [None] * len(indices), *[None] * len(ctx.rest)
-
-
-def _differentiable(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, grad_lse: Tensor, layouts: list[BlockLayout], rules: Rules
-) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again."""
-    inputs = [each for each in (q, k, v) if each.requires_grad]
-    # Only this kernel of PyTorch can be differentiated twice.
-    with sdpa_kernel(SDPBackend.MATH):
-        outputs = gathered.attention(q, k, v, layouts, rules, return_lse=True)
-    y_and_lse = [each for each in outputs if each is not None]
-    grads = torch.autograd.grad(y_and_lse, inputs, (grad, grad_lse), create_graph=True, materialize_grads=True)
-    results = iter(grads)
-    return [next(results) if each.requires_grad else None for each in (q, k, v)]
 
 
 _QKV, _OPTIONAL = "Tensor q, Tensor k, Tensor v", "Tensor? spans, Tensor? seed"
