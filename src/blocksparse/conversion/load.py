@@ -13,7 +13,7 @@ from ..state_indices import layout_of_indices
 from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
-from ..surgery.tied import forget_ties, tied_names, untie_output_layers
+from ..surgery.tied import forget_ties, tie, tied_names, untie_output_layers
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -71,9 +71,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"the state of this {type(model).__name__}", error) from error
     for name, others in tied.items():  # a model on the meta device has a parameter for each name now
-        for other in others:
-            module, _, key = other.rpartition(".")
-            model.get_submodule(module).register_parameter(key, model.get_parameter(name))
+        tie(model, dict.fromkeys(others, name))
     return model
 
 
