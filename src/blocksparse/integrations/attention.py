@@ -100,6 +100,11 @@ def _store_layout(pattern: Any, keys: int, left: int | None, right: int | None) 
     return key
 
 
+# Dynamo calls it, because it cannot trace how a layout is made. It takes the layout from a global dict, because it
+# cannot guard an object that such a call returns.
+_store_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
     """Raise a BlockSparseError for an option that the pattern lacks, or a missing one."""
     if name is None:
@@ -114,11 +119,6 @@ def _check_options(name: str | None, options: Mapping[str, Any]) -> None:
         )
     if not set(needed) <= set(options) <= {*needed, *optional}:
         raise BlockSparseError.expected("config.blocksparse_attention", expected, dict(options))
-
-
-# Dynamo calls it, because it cannot trace how a layout is made. It takes the layout from a global dict, because it
-# cannot guard an object that such a call returns.
-_store_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_layout(
