@@ -18,17 +18,30 @@ using AttentionSizes = std::array<int64_t, 10>;
 using Addresses = std::array<uintptr_t, 3>;
 using Spans = std::pair<uintptr_t, int64_t>;  // of int32 [2, batches, queries], and the batches
 
+// The first visible keys of all queries and the keys' ends, of one sequence or of all; null twice if there are none.
+struct SpanRows {
+  const int32_t *first, *end;
+
+  SpanRows(const Spans& spans, int64_t batch, int64_t queries)
+      : first(spans.second ? static_cast<const int32_t*>(pointer(spans.first)) : nullptr),
+        end(first ? first + spans.second * queries : nullptr) {
+    require(spans.second == 0 || spans.second == 1 || spans.second == batch, "spans of one batch or of all");
+  }
+};
+
+void check_heads(int64_t heads, int64_t kv_heads) {
+  require(kv_heads > 0 && heads % kv_heads == 0, "heads that share keys evenly");
+}
+
 AttentionCall attention_call(const std::string& dtype, const AttentionSizes& n, const Addresses& qkv,
                              const Spans& spans, double softcap, uint64_t seed, uint32_t drop_below) {
   require(size_of(dtype_named(dtype)) > 2, "float32 or float64");
   constexpr int64_t kWidest = 16;  // lanes of any vector
   require(n[5] % kWidest == 0 && n[6] % kWidest == 0, "whole vectors of features");
-  require(n[2] > 0 && n[1] % n[2] == 0, "heads that share keys evenly");
+  check_heads(n[1], n[2]);
   require(n[7] > 0 && n[8] > 0 && n[9] >= 0 && n[4] < int64_t(1) << 31, "positive blocks, and fewer than 2^31 keys");
-  require(spans.second == 0 || spans.second == 1 || spans.second == n[0], "spans of one batch or of all");
-  const auto start = spans.second ? static_cast<const int32_t*>(pointer(spans.first)) : nullptr;
-  const AttentionScores scores{n[4],       start, start ? start + spans.second * n[3] : nullptr, softcap, seed,
-                               drop_below, 0};
+  const SpanRows rows(spans, n[0], n[3]);
+  const AttentionScores scores{n[4], rows.first, rows.end, softcap, seed, drop_below, 0};
   return {n[0],
           n[1],
           n[2],
@@ -92,17 +105,16 @@ using Strided = std::pair<uintptr_t, std::array<int64_t, 3>>;  // elements betwe
 void py_attention_few_queries(const std::string& isa, const std::string& dtype, const FewQueriesSizes& n, uintptr_t q,
                               const Strided& k, const Strided& v, const Spans& spans, double scale, double softcap,
                               uintptr_t y, uintptr_t log_sum, Index<int64_t> start, Index<int32_t> col) {
-  require(n[2] > 0 && n[1] % n[2] == 0, "heads that share keys evenly");
+  check_heads(n[1], n[2]);
   require(n[3] > 0 && n[7] > 0 && n[8] > 0 && n[9] >= 0 && n[4] < int64_t(1) << 31,
           "queries, positive blocks, and fewer than 2^31 keys");
-  require(spans.second == 0 || spans.second == 1 || spans.second == n[0], "spans of one batch or of all");
+  const SpanRows span(spans, n[0], n[3]);
   const int64_t rows = int64_t(start.size()) - 1, columns = ceil_div(n[4], n[8]);
   require(rows * n[7] >= n[9] + n[3], "a block row for each query");
   const BlockLists lists = block_lists(start, col, rows);
   const int64_t first = start.data()[n[9] / n[7]], end = start.data()[ceil_div(n[9] + n[3], n[7])];
   require(first >= 0 && end <= int64_t(col.size()), "starts within all blocks");
   for (int64_t i = first; i < end; ++i) require(col.data()[i] >= 0 && col.data()[i] < columns, "blocks of keys");
-  const auto span = spans.second ? static_cast<const int32_t*>(pointer(spans.first)) : nullptr;
   const FewQueriesCall call{n[0],
                             n[1],
                             n[2],
@@ -115,8 +127,8 @@ void py_attention_few_queries(const std::string& isa, const std::string& dtype, 
                             n[9],
                             n[10],
                             n[11],
-                            span,
-                            span ? span + spans.second * n[3] : nullptr,
+                            span.first,
+                            span.end,
                             spans.second,
                             scale,
                             softcap,
