@@ -14,7 +14,7 @@ import torch
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse_lab import experiments
-from blocksparse_lab.experiments import language, queue, report
+from blocksparse_lab.experiments import language, queue, report, small_worlds
 from blocksparse_lab.experiments.experiment import run_folders
 from blocksparse_lab.experiments.language import LanguageContender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
@@ -287,6 +287,36 @@ def test_contenders_are_of_equal_size(name):
         # The wide model may be smaller by more than it may be larger: whole blocks, and the paper's sizes.
         for size in (parameter_count, multiply_adds):
             assert size(other) <= 1.2 * size(dense)
+
+
+def test_widths_have_equal_parameters_and_are_compared_with_random_blocks_of_their_width(tmp_path, monkeypatch):
+    experiment = experiments.find("small-worlds-widths")
+    sizes = [parameter_count(contender.config) for contender in experiment.contenders.values()]
+    assert max(sizes) < 1.1 * min(sizes)
+    small = {
+        f"{label}, {width}": LanguageContender(
+            CharLMConfig(width=width, embedding=4, pattern=pattern, block_size=8, m=1, neighbors=2, density=0.4), 0.01
+        )
+        for width in (32, 64)
+        for pattern, label in small_worlds.LAYOUTS.items()
+    }
+    settings = CharLMSettings(steps=2, warmup=1, batch=4, seq=8, evaluated=200)
+    tiny = replace(experiment, text="python", contenders=small, settings=settings, seq=8, seeds=(0,))
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", tiny)
+    _, runs, markdown = command(tmp_path)
+    (header,) = [line for line in markdown.splitlines() if line.startswith("|  |")]
+    column = [cell.strip() for cell in header.split("|")].index("bits per character, against random")
+    for name, (made,) in runs.items():
+        (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {name} |")]
+        random = runs[f"random, {made.task['model']['width']}"][0].held_out
+        assert float(line.split("|")[column]) == pytest.approx(made.held_out - random, abs=6e-4)
+
+
+def test_finished_runs_without_probes_are_not_done(tiny, tmp_path):
+    for trainer in tiny.trainers(tmp_path / "runs" / "tiny", only=["dense"], seeds=[0]):
+        trainer.train()
+    jobs = queue.missing({"tiny": tiny}, tmp_path / "runs")
+    assert ("dense", 0) in {(job.contender, job.seed) for job in jobs}
 
 
 # -- the committed results ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.errors import BlockSparseError
 
-from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, transformers
+from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, small_worlds, transformers
 from .experiment import Experiment, Results
 from .report import check_no_loss, draw, load, write
 
@@ -12,7 +12,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "Results", "check_no_loss", "draw", "fin
 
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment
-    for module in (language, finetuning, transformers, classifiers, graphs, pruned, resnets, pixels)
+    for module in (language, small_worlds, finetuning, transformers, classifiers, graphs, pruned, resnets, pixels)
     for name, experiment in module.EXPERIMENTS.items()
 }
 

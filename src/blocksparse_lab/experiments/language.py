@@ -129,7 +129,7 @@ class LanguageExperiment(CorpusExperiment):
                 probes[name] = result.as_dict() | {"limit": limit}
                 checkpoint.write_text(run / PROBES, json.dumps(probes, indent=1) + "\n")
 
-    def is_probe_columns(self, run: Path) -> bool:
+    def is_probed(self, run: Path) -> bool:
         probed = read_results(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
         return probed and all(read_results(run, name) for name in (STREAMS, FORGETTING))
 
