@@ -15,10 +15,12 @@ import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse_lab import experiments
 from blocksparse_lab.experiments import language, queue, report, small_worlds
+from blocksparse_lab.experiments.equal_seconds import EqualSeconds
 from blocksparse_lab.experiments.experiment import run_folders
 from blocksparse_lab.experiments.language import LanguageContender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes.charlm import CharLMSettings
+from blocksparse_lab.training.compare import Run
 from command import output, run
 from experiment_parts import RESULTS, attempt, cells, command, refused
 
@@ -310,6 +312,34 @@ def test_widths_have_equal_parameters_and_are_compared_with_random_blocks_of_the
         (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {name} |")]
         random = runs[f"random, {made.task['model']['width']}"][0].held_out
         assert float(line.split("|")[column]) == pytest.approx(made.held_out - random, abs=6e-4)
+
+
+def timed_run(seed, pace, figures, commit="a"):
+    """A run that was evaluated every `pace` seconds."""
+    log = [{"step": n + 1, "seconds": pace * (n + 1), "held_out": figure} for n, figure in enumerate(figures)]
+    return Run(RESULTS, {"settings": {"seed": seed}}, log, {"machine": {"isa": "avx2", "commit": commit}})
+
+
+def test_at_equal_seconds_the_slower_run_is_read_between_its_evaluations():
+    runs = {
+        "dense": [timed_run(seed, 1.0, [5.0, 4.0, 3.0, 2.0 + seed]) for seed in (0, 1, 2)],
+        "slow": [timed_run(seed, 1.6, [5.0, 4.0, 3.0 + seed / 10, 1.0]) for seed in (0, 1, 2)],  # about 3.5 then
+        "late": [timed_run(0, 5.0, [5.0, 4.0, 3.0, 1.0])],
+        "few": [timed_run(0, 1.0, [5.0, 4.0, 3.0])],
+        "other": [timed_run(0, 1.6, [5.0, 4.0, 3.0, 1.0], commit="b")],
+    }
+    column = EqualSeconds("at equal seconds", against="dense")
+    paired = column.cells(dict.fromkeys(runs), runs)
+    assert paired == ["-", "+0.550 ± 0.950 (p 0.42)", "-", "-", "-"]
+    assert column.cells(dict.fromkeys(runs), runs, paired=False)[1].startswith("+0.550 ± 1.001 (p 0.44")
+    points = EqualSeconds("at equal seconds", against="dense", figure=lambda error: 100 - error)
+    assert points.cells(dict.fromkeys(runs), runs)[1].startswith("-0.550")
+
+
+def test_equal_seconds_are_left_out_if_all_take_as_long():
+    runs = {name: [timed_run(0, pace, [5.0, 4.0, 3.0, 2.0])] for name, pace in (("dense", 1.0), ("wide", 1.09))}
+    assert EqualSeconds("", against="dense").cells(dict.fromkeys(runs), runs) is None
+    assert EqualSeconds("", against="gone").cells(dict.fromkeys(runs), runs) is None
 
 
 def test_finished_runs_without_probes_are_not_done(tiny, tmp_path):

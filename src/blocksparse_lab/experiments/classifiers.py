@@ -25,6 +25,7 @@ from ..recipes import layouts, mlp
 from ..recipes.mlp import MLPSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
+from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, format_setting, read_results
 
 DISTANCES = "distances.json"
@@ -173,6 +174,11 @@ class ClassifierExperiment(Experiment):
                 [Column(f"{error} after the last epoch, against {AS_PUBLISHED}", "facts.last", 2, against=AS_PUBLISHED)]
                 if AS_PUBLISHED in self.contenders
                 else []
+            ),
+            *(
+                []
+                if self.choosing
+                else [EqualSeconds(f"{error} at equal seconds, against {base}", digits=2, against=base)]
             ),
             Column("parameters after the last epoch", "facts.left"),
             Column(

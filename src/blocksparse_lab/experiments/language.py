@@ -23,6 +23,7 @@ from ..recipes.forgetting import AFTER, forgetting
 from ..recipes.text_features import HALF_LIFE
 from ..training.compare import Run
 from ..training.trainer import Trainer
+from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, read_results
 
 SETTINGS = CharLMSettings(steps=3500, batch=32, seq=64, evaluated=300_000)
@@ -172,6 +173,7 @@ class LanguageExperiment(CorpusExperiment):
                 Column(f"bits per character, against {name}", "facts.held_out", 4, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
             ),
+            EqualSeconds("bits per character at equal seconds, against dense", against="dense"),
             Column("bits per character of the median stream", "facts.median_stream", 4),
             *(
                 column

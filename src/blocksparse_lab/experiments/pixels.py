@@ -13,6 +13,7 @@ from ..recipes import pixelcnn
 from ..recipes.pixelcnn import PixelCNNConfig, PixelCNNSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
+from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, DataDir, Experiment
 
 
@@ -65,6 +66,7 @@ class PixelExperiment(Experiment):
                 Column(f"bits per dimension after {step:,} steps", partial(_at, step=step), 3)
                 for step in range(every, steps + 1, every)
             ),
+            EqualSeconds("bits per dimension at equal seconds, against dense", against="dense"),
             Column("seconds of training per step", lambda run, _: run.seconds / run.steps, 3),
         ]
 

@@ -22,6 +22,7 @@ from ..machine import where
 from ..recipes.prune import PruneTask, Pruning, load_finished
 from ..training.compare import Run
 from ..training.trainer import Settings, Task, Trainer
+from .equal_seconds import EqualSeconds
 from .experiment import (
     SEEDS,
     Column,
@@ -237,6 +238,13 @@ class PruningExperiment(Experiment):
             *(
                 Column(f"against {name}, {self.unit}", quality, self.digits, name, self.compared)
                 for name in (DENSE, *self.controls)
+            ),
+            EqualSeconds(
+                f"against {DENSE} at equal seconds, {self.unit}",
+                digits=self.digits,
+                against=DENSE,
+                compared=self.compared,
+                figure=self.shown,
             ),
             Column(f"ms of inference, {BATCH} at once", milliseconds, 2),
             Column("times as fast as dense", "facts.inference.speed_up", 2),

@@ -15,6 +15,7 @@ from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import commits, where
 from ..training import compare
 from ..training.compare import Run
+from .equal_seconds import NOTE
 from .experiment import UNPAIRED, Experiment, Results, run_folder, seed_of
 
 MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that reports name
@@ -122,6 +123,8 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
             f"({UNPAIRED}): the runs come from machines with other instruction sets, where equal seeds give different "
             "runs; p is by Welch's t-test."
         )
+    if any(" at equal seconds" in part for part in parts):
+        parts.append(NOTE)
     more, shown = commits(by_contender), experiment.curves
     if len({machine["isa"] for machine in machines}) > 1:  # times on different instruction sets do not compare
         used = {one: sorted({machine["isa"] for machine in some}) for one, some in by_contender.items()}

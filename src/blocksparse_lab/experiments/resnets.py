@@ -13,6 +13,7 @@ from ..recipes.resnet import ResNetSettings
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .classifiers import seconds_per_epoch
+from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, format_setting, read_results
 
 KEPT = "consistency.json"
@@ -68,6 +69,12 @@ class ResNetExperiment(Experiment):
             Column("test images", "facts.tested"),
             Column("test accuracy, %", "facts.accuracy", 2),
             Column(f"test accuracy, against {first}", "facts.accuracy", 2, against=first),
+            EqualSeconds(
+                f"test accuracy at equal seconds, against {first}",
+                digits=2,
+                against=first,
+                figure=lambda error: 100 - error,
+            ),
             *self.further,
             Column("seconds of training per epoch", "facts.seconds_per_epoch", 1),
         ]

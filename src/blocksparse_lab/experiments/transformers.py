@@ -18,6 +18,7 @@ from ..recipes.prune import PruneTask, Pruning
 from ..training import compare
 from ..training.compare import Run
 from ..training.trainer import Task, Trainer, device_of
+from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, Experiment, Results, Table
 from .inference import race
 from .language import READ, CorpusExperiment
@@ -122,7 +123,16 @@ class TransformerExperiment(CorpusExperiment):
             Column("bits per character, held out", "facts.held_out", 3),
             Column("bits per character, against dense", "facts.held_out", 4, "dense"),
             Column("bits per character, against fixed", "facts.held_out", 4, "fixed"),
-            *([Column("bytes/s of training", "facts.bytes_per_second")] if self.timed else []),
+            *self._times,
+        ]
+
+    @property
+    def _times(self) -> Sequence[Column]:
+        if not self.timed:
+            return []
+        return [
+            EqualSeconds("bits per character at equal seconds, against dense", against="dense"),
+            Column("bytes/s of training", "facts.bytes_per_second"),
         ]
 
 
