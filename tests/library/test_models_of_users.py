@@ -399,6 +399,27 @@ def test_weights_that_are_tied_stay_tied():
     assert first.weight_hh_l0 is second.weight_hh_l0
 
 
+def test_a_stored_weight_of_its_own_unties_an_output_layer_and_is_refused_elsewhere():
+    def tied(first):
+        model = nn.Sequential(first, nn.Linear(16, 40, bias=False), nn.Linear(40, 16))
+        model[1].weight = model[0].weight
+        return model
+
+    model = tied(nn.Embedding(40, 16))
+    model[1].weight = nn.Parameter(torch.randn(40, 16))
+    ids = torch.arange(5)
+    loaded = bs.load_sparsified(tied(nn.Embedding(40, 16)), model.state_dict())
+    assert torch.equal(loaded(ids), model(ids))
+    loaded = bs.load_sparsified(loaded, tied(nn.Embedding(40, 16)).state_dict())
+    assert torch.equal(loaded[0].weight, loaded[1].weight)
+    model, state = tied(nn.Linear(16, 40)), tied(nn.Linear(16, 40)).state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state["1.weight"] = state["1.weight"] + 1
+    with pytest.raises(bs.BlockSparseError, match=r"0.weight: expected the weight that .* 1.weight, got 1.weight with"):
+        bs.load_sparsified(model, state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 # -- from sparse to sparser ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
     Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are loaded as
     by `load_state_dict`. The state needs only one of several tied weights, as in safetensors files. If the model ties a
-    linear layer to an embedding, and the layer is block-sparse in the state, it is untied.
+    linear layer to an embedding, and the state stores a weight of its own for the layer, the layer is untied.
 
     Args:
         model: a dense model of the same architecture with any values. On the meta device it adopts the tensors
@@ -33,7 +34,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         The model. This is another object only if the model itself is a layer that became block-sparse.
 
     Raises:
-        BlockSparseError: tensors that are missing, unknown, or do not fit the model. Nothing is changed then.
+        BlockSparseError: tensors that are missing, unknown, or do not fit the model, or that differ where the model has
+            one weight for several layers. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> state = bs.sparsify(torch.nn.Linear(256, 256), density=0.25, force=True).state_dict()
@@ -44,10 +46,14 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "a state dict", type(state).__name__)
-    sparse = {name for name in tied_names(model) if f"{name.removesuffix('weight')}values" in state}
+    own = {name for name, others in tied_names(model).items() if _is_stored_separately(name, others, state)}
     trial = _without_values(model)
-    untie_output_layers(trial, sparse)
+    untied = untie_output_layers(trial, own)
     tied, state = tied_names(trial), dict(state)
+    for name, others in tied.items():
+        if different := [other for other in others if _are_different(state.get(name), state.get(other))]:
+            got = f"{different[0]} with other values (give each layer a weight of its own first)"
+            raise BlockSparseError.expected(name, f"the weight that the model shares with {different[0]}", got)
     for name, others in tied.items():  # safetensors stores tied weights once
         stored = [state[other] for other in others if other in state]
         if name not in state and stored:
@@ -65,14 +71,26 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
             for key, tensor in state.items()
         }
         _load(trial, layouts, empty)
-        untie_output_layers(model, sparse)
-        forget_ties(model, sparse)
+        untie_output_layers(model, own)
+        forget_ties(model, untied)
         model = _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"the state of this {type(model).__name__}", error) from error
     for name, others in tied.items():  # a model on the meta device has a parameter for each name now
         tie(model, dict.fromkeys(others, name))
     return model
+
+
+def _is_stored_separately(name: str, others: list[str], state: Mapping[str, Tensor]) -> bool:
+    """Return whether a state stores a block-sparse weight for a tied one, or other values than for those tied to it."""
+    is_sparse = f"{name.removesuffix('weight')}values" in state
+    return is_sparse or any(_are_different(state.get(name), state.get(other)) for other in others)
+
+
+def _are_different(one: Any, other: Any) -> bool:
+    """Return whether both are dense tensors with values, and these differ."""
+    tensors = [each for each in (one, other) if isinstance(each, Tensor) and each.layout == torch.strided]
+    return len(tensors) == 2 and not (one.is_meta or other.is_meta or torch.equal(one, other.to(one)))
 
 
 def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:
