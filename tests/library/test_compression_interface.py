@@ -15,6 +15,7 @@ from blocksparse.compression import tradeoff as tradeoff_function
 from blocksparse.compression.batches import BatchReader
 from blocksparse.compression.one_shot import fit_at_densities
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.sparsity.calibration.reconstruction import fit
 from blocksparse.surgery.prunable import prunable
 
 tradeoff_module = sys.modules[tradeoff_function.__module__]
@@ -140,6 +141,29 @@ def test_both_ways_to_fit_reach_the_density(max_cost, monkeypatch):
     measured = bs.tradeoff(model, data, densities=[0.5, 0.25], block_size=8)
     assert all(point.density <= target for point, target in zip(measured.points, (1, 0.5, 0.25), strict=True))
     assert all(point.agreement > 1.5 / 8 for point in measured.points), "better than chance"
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_fit_that_is_stopped_leaves_the_other_layers_as_they_are():
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(200, 32)
+    layouts = {"0.weight": bs.patterns.random((64, 32), 8, 0.5), "2.weight": bs.patterns.random((32, 64), 8, 0.5)}
+    answers, copied = iter([False, True]), copy.deepcopy(model)
+    chosen, errors = fit(copied, model, [x], layouts, stop=lambda: next(answers))
+    assert errors.keys() == {"0.weight"}
+    assert not torch.equal(copied[0].weight, model[0].weight)
+    assert torch.equal(copied[2].weight, model[2].weight)
+    assert chosen["2.weight"] is layouts["2.weight"]
+
+
+def test_a_fit_that_takes_most_of_the_time_is_stopped_and_reported(monkeypatch):
+    monkeypatch.setattr(stages, "FIT_END", 0.0)
+    with pytest.warns(bs.SparsityWarning, match=r"fitting was stopped after \d.* minutes, so that some weights"):
+        result = bs.compress(Classifier().eval(), labelled(), 0.25, 8, minutes=0.1)
+    assert result.density <= 0.26
+    assert result.curve[-1].minutes < 0.15
 
 
 # -- interruptions and progress --------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ def compress(
         density: fraction of their parameters that weights keep, 0.1 by default. Weights that stay dense because they
             keep all of their blocks count; those that would be slower, or are skipped, do not.
         block_size: an int or (rows, columns), 32 by default.
-        minutes: time to use, 10 by default. If the fit at the start takes longer, its model is returned.
+        minutes: time to use, 10 by default. The fit at the start ends after 0.75 of it at the latest; weights that it
+            has not reached then keep their largest blocks. A step that has begun is finished.
         steps: number of training steps instead of a time.
         teacher: the model to agree with; by default the model itself.
         loss: a function of the model's output and the batch that returns a loss to add. By default the `loss` in the
@@ -84,7 +85,7 @@ def compress(
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
             does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
             to train, or a folder of another run or one that cannot be written. A `SparsityWarning` says if nothing
-            became sparse, the density was not reached, the budget was too short to train, or the disk is full.
+            became sparse, the density was not reached, the budget was too short to fit or train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs

@@ -42,6 +42,10 @@ from .training import RATE_SHARE, Drop, Training, copy_state
 # model is also fitted at the density of the first stage.
 FIT_SHARE = 0.15
 
+# Fitting ends when this fraction of the budget is used, so that some time is left to train the layers that it has not
+# reached.
+FIT_END = 0.75
+
 # With fewer training steps at the target density, a warning is given.
 MIN_STEPS = 20
 
@@ -111,7 +115,8 @@ class CompressionRun:
         self.model_of_last_stage: nn.Module | None = None
         self.one_shot: _OneShot | None = None
         self.started_from_one_shot = False
-        self.fit_minutes = 0.0  # of the fit at the target density, which a short budget does not end
+        self.fit_minutes = 0.0  # of the fit at the target density
+        self.is_fit_cut = False
 
     @property
     def student(self) -> nn.Module:
@@ -289,12 +294,19 @@ class CompressionRun:
                     least = least_density({name: weight.blocks for name, weight in candidates.weights.items()})
                     options = (max(self._without_full(density, size), least), None, "careful", None, batches)
                     plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
-                fitted, chosen = fit_values(dense_student, plan, batches, choose=True, inplace=False)
+                fitted, chosen = fit_values(
+                    dense_student, plan, batches, choose=True, inplace=False, stop=self._end_fit
+                )
                 student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))
         best, self.training.student = min(results, key=lambda result: result[0][0])
         return best
+
+    def _end_fit(self) -> bool:
+        """Return whether fitting has to end, to leave time for training."""
+        self.is_fit_cut = self.training.budget.minutes is not None and self.training.budget.used > FIT_END
+        return self.is_fit_cut
 
     def _better_one_shot(self, point: Point) -> _OneShot | None:
         """Return the model fitted in one shot if it is better than a point of the curve, else None."""
@@ -364,7 +376,14 @@ class CompressionRun:
             self.best_of_stage = None
 
     def _warn_if_missed(self) -> None:
-        """Warn if the density of the best model is above the target."""
+        """Warn if the fit was stopped, or the density of the best model is above the target."""
+        if self.is_fit_cut:
+            warnings.warn(
+                f"compress: fitting was stopped after {self.fit_minutes:.1f} minutes, so that some weights kept their "
+                "largest blocks unchanged before training: give more minutes or less data",
+                SparsityWarning,
+                stacklevel=4,
+            )
         reached = self.curve[-1].density
         if reached > self.target * (1 + DENSITY_TOLERANCE):
             warnings.warn(

@@ -294,8 +294,10 @@ class Training:
                     break
             losses[rate] = self.evaluate()[0]
             self.student.load_state_dict(state)
+            if self.budget.used >= 1:
+                break
         best = min(before, *losses.values())
-        return max([RATES[0], *(rate for rate in RATES if losses[rate] <= RATE_TOLERANCE * best)]), best
+        return max([RATES[0], *(rate for rate in RATES if losses.get(rate, math.inf) <= RATE_TOLERANCE * best)]), best
 
     @torch.no_grad()
     def _choose_statistics(self) -> None:

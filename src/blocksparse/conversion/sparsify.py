@@ -16,7 +16,7 @@ from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning, format_
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import energy_shares
-from ..sparsity.calibration.calibrate import Batches, collect_batches
+from ..sparsity.calibration.calibrate import Batches, Stop, collect_batches, never
 from ..sparsity.calibration.reconstruction import fit
 from ..sparsity.feature_order import reorder_features
 from ..surgery.carry import record_reason
@@ -320,7 +320,14 @@ def select_blocks(
 
 
 def fit_values(
-    model: nn.Module, plan: Plan, batches: list[Any] | None, *, choose: bool, inplace: bool, jointly: bool = False
+    model: nn.Module,
+    plan: Plan,
+    batches: list[Any] | None,
+    *,
+    choose: bool,
+    inplace: bool,
+    jointly: bool = False,
+    stop: Stop = never,
 ) -> tuple[nn.Module, Plan]:
     """Fit weights to the data; return the fitted model and the plan with its layouts.
 
@@ -334,13 +341,14 @@ def fit_values(
         choose: whether fitting may select other blocks, the same number per weight.
         inplace: whether the model itself is to be changed.
         jointly: whether to fit repeated blocks of layers as a whole too, which takes longer.
+        stop: returns whether the layers that are not fitted yet keep the values and blocks that they have.
     """
     if inplace and batches is None:
         return model, plan
     copied = copy_model(model, otherwise="inplace=True without data=")
     if batches is None:
         return copied, plan
-    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose, jointly=jointly)
+    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose, jointly=jointly, stop=stop)
     if len(errors) < len(layouts):
         names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
         warnings.warn(

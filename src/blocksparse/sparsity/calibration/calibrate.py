@@ -18,6 +18,7 @@ from ...surgery.model_tools import evaluation_mode, parameter_device, split_argu
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
+Stop = Callable[[], bool]
 Observer = Callable[[nn.Module, tuple[Any, ...]], None]
 
 # Limits of `collect_batches`, which stops after the batch that reaches one of them.
@@ -31,6 +32,11 @@ T = TypeVar("T")
 
 class SkipBatch(Exception):
     """Raised by an observer that does not need the rest of a batch."""
+
+
+def never() -> bool:
+    """Return False: the default of `stop` arguments."""
+    return False
 
 
 def check_batches(batches: Any, argument: str = "batches") -> None:

@@ -18,7 +18,7 @@ from ...surgery.prunable import Prunable, Skip, find_weights, prunable
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
 from .batch_norms import correct_statistics, has_statistics
-from .calibrate import Batches, collect_batches, progress
+from .calibrate import Batches, Stop, collect_batches, never, progress
 from .fitting import Problem
 from .inputs import LAYERS, Product, by_called_module, products, why_unobserved
 from .joint import find_blocks, fit_block
@@ -137,6 +137,7 @@ def fit(
     damping: float = 0.01,
     choose: bool = True,
     jointly: bool = False,
+    stop: Stop = never,
 ) -> tuple[dict[str, BlockLayout], dict[str, float]]:
     """Fit the weights of a model, a copy of a dense one, to the outputs of the latter.
 
@@ -148,6 +149,7 @@ def fit(
         damping: see `reconstruct`.
         choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
         jointly: whether to fit repeated blocks of layers, and the model, as a whole too.
+        stop: returns whether to leave the layers that are not fitted yet as they are, with their layouts.
 
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
@@ -155,12 +157,14 @@ def fit(
     copied_products, dense_products = (products_of(each, find_weights(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
     passes = Passes(dense, batches, dense_products, norms)
-    fitter = _Fitter(model, dense, passes, damping, choose, dict(layouts), {})
+    fitter = _Fitter(model, dense, passes, damping, choose, stop, dict(layouts), {})
     one_step = [name for name in passes.reached if copied_products.get(name) and name not in norms]
     one_step = [name for name in one_step if type(model.get_submodule(name)) not in LAYERS]
     blocks = find_blocks(model, one_step) if jointly else []
     last_layers = {max((n for n in one_step if n.startswith(f"{each}.")), key=one_step.index): each for each in blocks}
     for name in progress(passes.reached, "layers fitted to the data:"):
+        if stop():
+            return fitter.layouts, fitter.errors
         if name in norms:
             correct_statistics(name, model, dense, passes)
         pairs = zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True)
@@ -197,6 +201,7 @@ class _Fitter:
     passes: Passes
     damping: float
     choose: bool
+    stop: Stop
     layouts: dict[str, BlockLayout]
     errors: dict[str, float]
 
@@ -250,7 +255,7 @@ class _Fitter:
         for weight in chain.from_iterable(product.weights for product in products):
             layout = self.layouts[weight.name]
             masks[weight.parameter] = weight.blocks.spread(layout.mask().to(weight.tensor.device))
-        fit_states(self.model, self.dense, name, level, masks, self.passes)
+        fit_states(self.model, self.dense, name, level, masks, self.passes, self.stop)
 
     def trained_parameters(self, block: str, products: list[Product]) -> dict[str, Tensor | None]:
         """Return parameters of a block by their names in it, with masks of stored weights; None for biases."""

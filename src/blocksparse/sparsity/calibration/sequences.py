@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from .calibrate import Stop
 from .inputs import States, level_layer, level_states, pack_inputs, run_level
 from .passes import MAX_BYTES, Passes
 
@@ -25,7 +26,13 @@ outputs of the dense level `[rows, states]`."""
 
 
 def fit_states(
-    model: nn.Module, dense: nn.Module, name: str, level: int, masks: Mapping[str, Tensor | None], passes: Passes
+    model: nn.Module,
+    dense: nn.Module,
+    name: str,
+    level: int,
+    masks: Mapping[str, Tensor | None],
+    passes: Passes,
+    stop: Stop,
 ) -> None:
     """Change parameters of one level of a recurrent layer such that its outputs come close to those of the dense layer.
 
@@ -39,6 +46,7 @@ def fit_states(
         level: which of its levels.
         masks: the parameters to change, by name, with a mask of the weights that are stored, or None for all.
         passes: the calibration batches.
+        stop: returns whether to take no more steps.
     """
     module: Any = model.get_submodule(name)
     batches = _record_sequences(model, dense, name, level, passes)
@@ -54,7 +62,7 @@ def fit_states(
             if (full_name := key.replace("_l0", suffix)) in masks:
                 trained[full_name] = parameter
         before = _error(layer, level, batches)
-        _train(layer, level, batches, trained, masks)
+        _train(layer, level, batches, trained, masks, stop)
         if not _error(layer, level, batches) < before:
             return
     for key, parameter in trained.items():
@@ -98,6 +106,7 @@ def _train(
     batches: list[Sequences],
     trained: dict[str, nn.Parameter],
     masks: Mapping[str, Tensor | None],
+    stop: Stop,
 ) -> None:
     """Train some parameters of a one-level layer to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
@@ -107,6 +116,8 @@ def _train(
     steps = min(STEPS, max(1, MAX_TIME_STEPS // (SEQUENCES * longest)))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
     for _ in range(steps):
+        if stop():
+            break
         batch = batches[int(torch.randint(len(batches), (), generator=generator))]
         x, state, target = _sample(batch, generator)
         optimizer.zero_grad()
