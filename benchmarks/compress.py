@@ -168,7 +168,7 @@ def resnet(data: Path | None) -> Task:
 def vit(data: Path | None) -> Task:
     """CIFAR-10 with a vision transformer of width 256."""
     train, test = _image_batches("cifar10", data, 64, 30_000)
-    return Task(lambda divisor: ViT(4 * round(64 / divisor)), train, test[:40], epochs=1)
+    return Task(lambda divisor: ViT(4 * round(64 / divisor)), train, test[:40], epochs=8)
 
 
 def _byte_batches(data: Path | None, length: int, batch: int, count: int) -> tuple[Batches, Batches]:
