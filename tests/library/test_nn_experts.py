@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.nn.module import Weight
-from blocksparse.ops.expert_linear import expert_linear
+from blocksparse.ops.expert_linear import EXPERT_LINEAR, expert_linear
 from blocksparse.surgery.prunable import survey
 
 
@@ -230,6 +230,26 @@ def test_any_imbalance_and_number_of_threads(name, dtype):
         expected = run()
     bounds = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found[0], expected, **bounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("out", "in_"), [(96, 24), (300, 100), (7, 97), (40, 1)])
+def test_dense_experts_of_any_size(out, in_, dtype):
+    torch.manual_seed(out)
+    layout, starts = bs.BlockLayout([[True]] * 3, (out, in_)), torch.tensor([0, 30, 30, 300])
+    values = torch.randn(3, out, in_, dtype=dtype)
+    for x, weights in (
+        (torch.randn(300, in_, dtype=dtype), values.mT),
+        (torch.randn(300, out, dtype=dtype), values),
+    ):
+        y = EXPERT_LINEAR((values, x), layout, (starts, weights is values))
+        exact = torch.cat([x[:30].double() @ weights[0].double(), x[30:].double() @ weights[2].double()])
+        assert (y.double() - exact).norm() < (2e-6 if dtype == torch.float32 else 1e-14) * exact.norm()
+
+
+def test_a_name_of_an_activation_is_refused():
+    with pytest.raises(BlockSparseError, match=r"act_fn.*elementwise function.*'silu'"):
+        bs.nn.Experts(2, 8, 8, act_fn="silu")
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -47,8 +47,8 @@ class Experts(MultiWeightModule):
     `num_experts` for none) and `top_k_weights` `[tokens, k]` to `[tokens, hidden]`.
 
     Raises:
-        BlockSparseError: sizes or layouts do not fit; in the call, shapes do not fit, or an index is not an integer
-            from 0 to `num_experts`.
+        BlockSparseError: sizes or layouts do not fit, or `act_fn` is no function; in the call, shapes do not fit, or an
+            index is not an integer from 0 to `num_experts`.
 
     >>> import torch, blocksparse as bs
     >>> experts = bs.nn.Experts(4, 64, 128, density=0.25)
@@ -73,6 +73,9 @@ class Experts(MultiWeightModule):
         self._check_layouts()
         self.num_experts, self.hidden_dim = integer("num_experts", num_experts, 1), integer("hidden_dim", hidden_dim, 1)
         self.intermediate_dim = integer("intermediate_dim", intermediate_dim, 1)
+        if not callable(act_fn):
+            expected = "an elementwise function, such as torch.nn.functional.silu"
+            raise BlockSparseError.expected("act_fn", expected, repr(act_fn))
         self.act_fn = act_fn
         inner, outer = self.intermediate_dim, self.hidden_dim
         # Layouts of dense weights: each expert is one block.

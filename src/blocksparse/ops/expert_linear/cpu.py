@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
@@ -32,11 +33,16 @@ class _Groups(NamedTuple):
     col: np.ndarray
 
 
-def serves(layout: BlockLayout, x: Tensor) -> bool:
-    """Return whether one call of the core serves all experts of a layout, faster than a call for each."""
-    single = layout.block_shape == (1, 1)  # these products have kernels of their own
-    stores_all = layout.nnz == layout.grid[0] * layout.grid[1]  # PyTorch's dense product may be faster
-    return not single and not stores_all and LINEAR.on(x.device, x.dtype) is linear_cpu
+def serves(layout: BlockLayout, x: Tensor, forward: bool = False) -> bool:
+    """Return whether one call of the core serves all experts of a layout, faster than a call for each.
+
+    With dense weights, it is faster in forward passes only.
+    """
+    if layout.block_shape == (1, 1) or LINEAR.on(x.device, x.dtype) is not linear_cpu:
+        return False  # single weights have kernels of their own
+    if layout.nnz < layout.grid[0] * layout.grid[1]:
+        return True
+    return forward and layout.grid[1] == 1 and x.dtype in (torch.float32, torch.float64)
 
 
 def _groups(layout: BlockLayout, experts: int) -> _Groups:

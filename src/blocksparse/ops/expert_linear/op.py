@@ -53,7 +53,7 @@ class ExpertLinear(LayoutOp):
         """Return the products, one per expert with rows; rows behind the last expert's are 0."""
         (values, x), (starts, transpose) = tensors, options
         *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
-        if cpu.serves(layout, x):
+        if cpu.serves(layout, x, forward=not transpose):
             return cpu.expert_linear(x, values, layout, _checked(starts, x.shape[0]), transpose)
         y = workspace.empty(shape, x.dtype, x.device)
         y[int(starts[-1]) :].zero_()
