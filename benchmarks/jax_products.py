@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parents[1] / "docs/results/jax-training.png"
 BUDGET = 6.0  # seconds of timing per row
 DENSITY = 0.1
-# The threads of PyTorch's contender spin for some 10 ms after its turn, and XLA's may share a core in their first calls.
+# PyTorch's threads spin for some 10 ms after its turn, and XLA's may share a core in their first calls.
 SETTLE_SECONDS = 0.03
 
 Contender = tuple[str, int]  # which product, and the number of its threads

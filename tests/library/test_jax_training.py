@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,31 @@ def test_bad_arguments_are_named(call, message):
     layout, values = drawn()
     with pytest.raises(bs.BlockSparseError, match=message):
         call(jax.random.key(0), values, layout)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, 2, float("nan")])
+def test_a_traced_fraction_out_of_range_makes_the_values_nan(fraction):
+    layout, values = drawn()
+    values, layout, source = jax.jit(bsj.set_step)(jax.random.key(0), values, layout, fraction)
+    assert jnp.isnan(values).all()
+    assert (source == jnp.arange(layout.nnz)).all()
+
+
+@pytest.mark.parametrize("col", [0, -1, 32])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda values, layout: bsj.to_dense(values, layout),
+        lambda values, layout: bsj.from_dense(jnp.ones(layout.shape), layout),
+        lambda values, layout: bsj.set_step(jax.random.key(0), values, layout),
+        lambda values, layout: bsj.rigl_step(values, jnp.ones(layout.shape), layout),
+    ],
+)
+def test_indices_that_a_caller_replaced_are_checked(call, col):
+    layout, values = drawn()
+    damaged = dataclasses.replace(layout, col=jnp.full_like(layout.col, col))
+    with pytest.raises(bs.BlockSparseError):
+        call(values, damaged)
 
 
 # -- layers --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import BlockSparseError
-from .layouts import Layout, check_jax_layout
+from .layouts import Layout, check_indices
 from .products import check_values, checked_array
 
 __all__ = ["from_dense", "to_dense"]
@@ -23,7 +23,7 @@ def from_dense(weight: jax.Array, layout: Layout) -> jax.Array:
         `[nnz, block_out, block_in]`, with the weight's dtype.
 
     Raises:
-        BlockSparseError: the weight has another shape than the layout.
+        BlockSparseError: the weight has another shape than the layout, or indices that are not traced are invalid.
 
     >>> import jax.numpy as jnp, blocksparse as bs, blocksparse.jax as bsj
     >>> layout = bsj.layout(bs.BlockLayout([[True, False], [True, True]], block_size=2))
@@ -31,7 +31,7 @@ def from_dense(weight: jax.Array, layout: Layout) -> jax.Array:
     Array([[ 8.,  9.],
            [12., 13.]], dtype=float32)
     """
-    check_jax_layout(layout)
+    check_indices(layout)
     weight = checked_array("weight", weight)
     if weight.shape != layout.shape:
         raise BlockSparseError.expected("weight", f"shape {layout.shape} for {layout!r}", tuple(weight.shape))
@@ -48,7 +48,7 @@ def to_dense(values: jax.Array, layout: Layout) -> jax.Array:
         layout: the positions of the values' blocks.
 
     Raises:
-        BlockSparseError: the values have another shape than the layout's.
+        BlockSparseError: the values have another shape than the layout's, or indices that are not traced are invalid.
 
     >>> import jax.numpy as jnp, blocksparse as bs, blocksparse.jax as bsj
     >>> layout = bsj.layout(bs.BlockLayout([[True, False], [False, True]], block_size=(1, 2)))
@@ -56,7 +56,7 @@ def to_dense(values: jax.Array, layout: Layout) -> jax.Array:
     Array([[1., 2., 0., 0.],
            [0., 0., 3., 4.]], dtype=float32)
     """
-    check_jax_layout(layout)
+    check_indices(layout)
     values = check_values(values, layout)
     (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape
     weight = jnp.zeros((rows, block_out, cols, block_in), values.dtype)

@@ -15,7 +15,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..state_indices import layout_of_indices
 
-__all__ = ["Layout", "check_jax_layout", "layout"]
+__all__ = ["Layout", "check_indices", "check_jax_layout", "layout"]
 
 
 @partial(
@@ -128,3 +128,10 @@ def check_jax_layout(layout: Any) -> None:
         raise BlockSparseError.expected("layout", "a pytree: write blocksparse.jax.layout(layout)", repr(layout))
     if not isinstance(layout, Layout):
         raise BlockSparseError.expected("layout", "a blocksparse.jax.Layout", type(layout).__name__)
+
+
+def check_indices(layout: Any) -> None:
+    """Raise a BlockSparseError unless `layout` is a `Layout` whose indices are valid; jit hides traced ones."""
+    check_jax_layout(layout)
+    if not any(isinstance(index, jax.core.Tracer) for index in (layout.row_start, layout.col)):
+        layout.block_layout()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..checked import number
 from ..errors import BlockSparseError
-from .layouts import Layout, check_jax_layout
+from .layouts import Layout, check_indices
 from .products import check_values, checked_array
 
 __all__ = ["follow", "rigl_step", "set_step"]
@@ -30,14 +30,16 @@ def set_step(
         key: the key of the random places.
         values: `[nnz, block_out, block_in]`.
         layout: the positions of these blocks.
-        fraction: the fraction of the blocks to drop, 0 to 1, rounded to a whole number of blocks; 0.3 by default.
+        fraction: the fraction of the blocks to drop, 0 to 1, rounded to a whole number of blocks; 0.3 by default. If
+            it is traced and out of range, the new values are NaN.
 
     Returns:
         The new values and layout, and `source`, int32 `[nnz]`: the position in the old layout of each block of the new
         one, -1 for new blocks. `follow` applies it to an optimizer's state.
 
     Raises:
-        BlockSparseError: sizes do not fit the layout, the fraction is out of range, or the grid has 2^31 blocks.
+        BlockSparseError: sizes do not fit the layout, the grid has 2^31 blocks, or what is not traced is invalid: the
+            fraction is out of range, or the indices are not those of a layout.
 
     Example:
         >>> import jax, blocksparse as bs, blocksparse.jax as bsj
@@ -121,7 +123,7 @@ def follow(state: State, shape: tuple[int, ...], source: jax.Array) -> State:
 
 
 def _checked(values: Any, layout: Layout) -> jax.Array:
-    check_jax_layout(layout)
+    check_indices(layout)
     if layout.grid[0] * layout.grid[1] >= 2**31:
         raise BlockSparseError.expected("layout", "a grid below 2^31 blocks", repr(layout))
     return check_values(values, layout)
@@ -136,7 +138,9 @@ def _replace(
     (rows, cols), nnz = layout.grid, layout.nnz
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     smallest = jnp.argsort((wide**2).sum((1, 2)), stable=True)
-    dropped = jnp.minimum(jnp.round(jnp.asarray(fraction) * nnz), rows * cols - nnz).astype(jnp.int32)
+    fraction = jnp.asarray(fraction)
+    in_range = (fraction >= 0) & (fraction <= 1)
+    dropped = jnp.minimum(jnp.round(jnp.where(in_range, fraction, 0) * nnz), rows * cols - nnz).astype(jnp.int32)
     stays = jnp.zeros(nnz, bool).at[smallest].set(jnp.arange(nnz) >= dropped)
 
     # The blocks of the new layout are those with the largest scores: infinite for those that stay, else growth.
@@ -147,7 +151,8 @@ def _replace(
     row_start = jnp.searchsorted(keys, jnp.arange(rows + 1, dtype=jnp.int32) * cols).astype(jnp.int32)
     at = jnp.searchsorted(old, keys).clip(0, nnz - 1)
     source = jnp.where((old[at] == keys) & stays[at], at, -1).astype(jnp.int32)
-    return _take(values, source), dataclasses.replace(layout, row_start=row_start, col=keys % cols), source
+    values = jnp.where(in_range, _take(values, source), jnp.nan)
+    return values, dataclasses.replace(layout, row_start=row_start, col=keys % cols), source
 
 
 def _take(blocks: jax.Array, source: jax.Array) -> jax.Array:
