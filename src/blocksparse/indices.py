@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .checked import checked_indices, checked_pairs
 from .errors import BlockSparseError
 from .optional_torch import torch
 
@@ -73,20 +74,55 @@ def other_positions(positions: np.ndarray, count: int) -> np.ndarray:
     return np.flatnonzero(is_other)
 
 
-def merge(old: np.ndarray, added: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of added and of old blocks in the layout of both; raise a BlockSparseError if they overlap.
+class Replacement:
+    """A change of a layout: the blocks that stay and those that are added. It can be applied once.
 
     Args:
-        old, added: block numbers, ascending.
-        grid: of the layout, for the error.
+        positions: positions of the blocks that stay, rising.
+        keys: their block numbers, row * in_blocks + column.
+        added: numbers of the added blocks, rising.
+        places: positions of the added blocks in the new layout; searched for by default.
     """
-    at = np.searchsorted(old, added)
-    present = old[np.minimum(at, old.size - 1)] == added if old.size else np.zeros(0, dtype=bool)
+
+    def __init__(
+        self, positions: np.ndarray, keys: np.ndarray, added: np.ndarray, places: np.ndarray | None = None
+    ) -> None:
+        if places is None:
+            places = np.searchsorted(keys, added)
+            places += np.arange(added.size)
+        self.positions, self.keys, self.added, self.places = positions, keys, added, places
+
+    def merge(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all block numbers, and the new positions of blocks that stay; drop `keys` and `added`.
+
+        For a large layout, each of them needs as much memory as the values.
+        """
+        merged = np.empty(self.keys.size + self.added.size, dtype=np.int64)
+        places_of_old = other_positions(self.places, merged.size)
+        merged[self.places], merged[places_of_old] = self.added, self.keys
+        del self.keys, self.added
+        return merged, places_of_old
+
+
+def checked_replacement(keys: np.ndarray, drop: Any, rows: Any, cols: Any, grid: tuple[int, int]) -> Replacement:
+    """Return a change of the layout with these block numbers, after the checks of `BlockLayout.replaced`."""
+    drop = checked_indices("drop", drop, keys.size)
+    rows, cols = checked_pairs(rows, cols, grid)
+    positions = other_positions(drop, keys.size)
+    if positions.size != keys.size - drop.size:
+        raise BlockSparseError.expected("drop", "each position once", "a position more than once")
+    added = rows * grid[1] + cols
+    if (added[1:] < added[:-1]).any():
+        added.sort()
+    check_unique(added, grid)
+    keys = keys[positions]
+    places = np.searchsorted(keys, added)
+    present = keys[np.minimum(places, keys.size - 1)] == added if keys.size else np.zeros(0, dtype=bool)
     if present.any():
         got = f"block {divmod(int(added[np.argmax(present)]), grid[1])}"
         raise BlockSparseError.expected("rows and cols", "blocks that the layout does not have", got)
-    at += np.arange(at.size)
-    return at, other_positions(at, old.size + added.size)
+    places += np.arange(places.size)
+    return Replacement(positions, keys, added, places)
 
 
 def check_unique(keys: np.ndarray, grid: tuple[int, int]) -> None:

@@ -13,7 +13,6 @@ from .checked import (
     checked_block,
     checked_block_slices,
     checked_grid,
-    checked_indices,
     checked_mask,
     checked_pairs,
     is_int,
@@ -22,14 +21,14 @@ from .errors import BlockSparseError
 from .indices import (
     LARGE,
     PicklableRef,
+    Replacement,
     check_unique,
+    checked_replacement,
     compress,
     copy_to_read_only,
     copy_to_tensor,
     index_dtype,
     is_hypersparse,
-    merge,
-    other_positions,
 )
 from .optional_torch import has_torch, tensor_or_array, torch
 
@@ -355,27 +354,21 @@ class BlockLayout:
         >>> layout.replaced(drop=[1], rows=[0], cols=[1])
         (BlockLayout(shape=(2, 2), block_size=(1, 1), nnz=3, density=0.75), tensor([ 0, -1,  2]))
         """
-        drop = checked_indices("drop", drop, self.nnz)
-        rows, cols = checked_pairs(rows, cols, self.grid)
-        positions = other_positions(drop, self.nnz)
-        if positions.size != self.nnz - drop.size:
-            raise BlockSparseError.expected("drop", "each position once", "a position more than once")
-        added = rows * self.grid[1] + cols
-        if (added[1:] < added[:-1]).any():
-            added.sort()
-        check_unique(added, self.grid)
-        old = self.keys_of_blocks()[positions]
-        at, at_old = merge(old, added, self.grid)
-        keys = np.empty(at_old.size + at.size, dtype=np.int64)
-        keys[at], keys[at_old] = added, old
-        del old, added  # of a large layout each takes as much memory as its values
+        return self._replaced(checked_replacement(self.keys_of_blocks(), drop, rows, cols, self.grid))
+
+    def _replaced(self, change: Replacement) -> tuple[BlockLayout, torch.Tensor]:
+        """Return the layout after a change and the source of its blocks, as `replaced` does, without checks."""
+        keys, places_of_old = change.merge()
         new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
-        keys[at], keys[at_old] = -1, positions
+        keys[change.places], keys[places_of_old] = -1, change.positions
         return new, tensor_or_array(keys)
 
     def keys_of_blocks(self) -> np.ndarray:
         """Return row * in_blocks + column of each stored block, int64 `[nnz]`, ascending, a new array."""
-        keys = self.row_of_block * self.grid[1]
+        if self._crow is None:
+            keys = self.row_of_block * self.grid[1]
+        else:  # without a vector of the rows, which needs as much memory
+            keys = np.repeat(np.arange(self.grid[0], dtype=np.int64) * self.grid[1], np.diff(self._crow))
         keys += self._col
         return keys
 

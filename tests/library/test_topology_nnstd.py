@@ -127,8 +127,8 @@ def test_extremes():
 
 def rewired(layout, part, rng):
     drop = rng.choice(layout.nnz, round(part * layout.nnz), replace=False)
-    rows, cols = draw_unused(layout.keys_of_blocks(), layout.grid, drop.size, rng)
-    return layout.replaced(drop, rows, cols)[0]
+    keys, _ = draw_unused(layout.keys_of_blocks(), layout.grid, drop.size, rng)
+    return layout.replaced(drop, *np.divmod(keys, layout.grid[1]))[0]
 
 
 @pytest.mark.parametrize(

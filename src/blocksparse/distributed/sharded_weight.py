@@ -155,7 +155,8 @@ class ShardedWeight(WeightHandle):
         A block moves to another process where its position does; no process has more than its old and its new shard.
         """
         source = source.cpu()
-        survivors = None if (source >= 0).all() else source[source >= 0]
+        old_positions = source[source >= 0]
+        survivors = None if len(old_positions) == len(source) else (lambda: old_positions)
         if callable(new):
             local = np.zeros(layout.nnz, dtype=bool)
             local[self._local_positions_in(layout)] = True

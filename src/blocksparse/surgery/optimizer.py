@@ -370,10 +370,12 @@ def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
     numbers, first = local_of(second).flatten(1), state.get("exp_avg")
     if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # new numbers look like others
         return
-    blocks = numbers[:, :1].ne(0).flatten()
-    if isinstance(first, Tensor) and first.shape == second.shape:
+    if not isinstance(first, Tensor) or first.shape != second.shape:
+        blocks = numbers[:, 0].ne(0)
+    else:
         means = local_of(first).flatten(1)
-        blocks &= means[:, :1].eq(0).flatten()
+        blocks = means[:, 0].eq(0)
+        blocks &= numbers[:, 0].ne(0)
         if numbers.shape[1] > 1:
             candidates = true_positions(blocks)  # few, so that the rest of most blocks is not read
             blocks[candidates] = (take_rows(means, candidates) == 0).all(1)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from ..indices import Replacement
+from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from .optimizer import check_optimizer
 from .weight_handle import NewValues, WeightHandle, handle_of
@@ -69,8 +71,32 @@ def rewire(
         # Blocks are sorted by row, then by column.
         rows, cols = (torch.as_tensor(lines, device="cpu").long() for lines in (rows, cols))
         new = partial(_values_at, new.detach(), (rows * layout.grid[1] + cols).argsort())
+    return _set_layout(handle, layout, source, new, optimizer, on_layout_change)
+
+
+def replace_blocks(
+    handle: WeightHandle,
+    change: Replacement,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    new: NewValues | None = None,
+    on_layout_change: OnLayoutChange | None = None,
+) -> Tensor:
+    """Apply a change to a weight's layout, and return the source of its blocks, as `rewire` does, without checks."""
+    return _set_layout(handle, *handle.layout._replaced(change), new, optimizer, on_layout_change)
+
+
+def _set_layout(
+    handle: WeightHandle,
+    layout: BlockLayout,
+    source: Tensor,
+    new: NewValues | None,
+    optimizer: torch.optim.Optimizer | None,
+    on_layout_change: OnLayoutChange | None,
+) -> Tensor:
+    """Set the layout of a weight, call the user's function, and return the source on the values' device."""
     handle.set_layout(layout, source, new, optimizer)
-    source = source.to(values.device)
+    source = source.to(handle.parameter.device)
     if on_layout_change is not None:
         on_layout_change(handle.module, source)
     return source

@@ -131,7 +131,7 @@ class WeightHandle(ABC):
         move: Callable[[Tensor], Tensor],
         grown: Tensor,
         values: Tensor,
-        survivors: Tensor | None,
+        survivors: Callable[[], Tensor] | None,
         nnz: int,
     ) -> None:
         """Move the optimizer state of each block, and initialize that of new blocks; see `start_of`.
@@ -141,7 +141,7 @@ class WeightHandle(ABC):
             move: maps a tensor over the old local blocks to one over the new local blocks, with 0 for new ones.
             grown: int64, the positions of new blocks among the new local blocks.
             values: the values of the new local blocks.
-            survivors: the old positions of the blocks that stay; None if no process has new blocks.
+            survivors: returns the old positions of the blocks that stay; None if no process has new blocks.
             nnz: the number of blocks in the module's new layout.
         """
         places = grown.to(values.device)
@@ -153,11 +153,11 @@ class WeightHandle(ABC):
                 if not follows_blocks(name, tensor, self.parameter.shape):
                     continue
                 local = local_of(tensor)
+                moved = move(local)
                 if survivors is None or (has_clock and name in SECOND_MOMENTS):
                     start: float | None = 0.0
                 else:
-                    start = start_of(name, group, partial(self._measure, local, survivors))
-                moved = move(local)
+                    start = start_of(name, group, partial(self._measure, local, survivors, moved, len(grown)))
                 if start is None:
                     put_rows(moved, places, take_rows(values, places))
                 elif start:
@@ -165,8 +165,23 @@ class WeightHandle(ABC):
                 state[name] = self._shard_state(tensor, moved, nnz)
             watch_new_blocks(self.parameter, state)
 
-    def _measure(self, local: Tensor, survivors: Tensor) -> Measures:
-        """Measure a state over the blocks that stay, or over all if none does, on all processes, without padding."""
+    def _measure(self, local: Tensor, survivors: Callable[[], Tensor], moved: Tensor, grown: int) -> Measures:
+        """Measure a state over the blocks that stay, or over all if none does, on all processes, without padding.
+
+        Args:
+            local: the state of the old local blocks.
+            survivors: see `_carry_state`.
+            moved: the state of the new local blocks, with 0 for the new ones.
+            grown: the number of new ones.
+        """
+        if self.is_whole and 0 < grown < len(moved) and self.used is None:
+            measures = measure_state(moved, None)
+            if not measures.negative or local.shape != self.local.shape:
+                return measures._replace(size=measures.size - grown * moved.shape[1:].numel())
+        return self._measure_survivors(local, survivors())
+
+    def _measure_survivors(self, local: Tensor, survivors: Tensor) -> Measures:
+        """Measure a state over the blocks that stay; see `_measure`."""
         if self.is_whole:
             stays = survivors if survivors.numel() else torch.arange(self.layout.nnz)
             positions = stays
@@ -248,7 +263,7 @@ class LocalWeight(WeightHandle):
         if callable(new):
             new = new(np.arange(move.grown.numel()))
         values = self._move_values(move, move.grown, new)
-        survivors = take_rows(source, true_positions(source >= 0)) if move.grown.numel() else None
+        survivors = (lambda: source[source >= 0]) if move.grown.numel() else None
         self._carry_state(optimizer, move, move.grown, values, survivors, layout.nnz)
         self.module.change_layout(layout, values)
         self.layout = layout
@@ -289,7 +304,8 @@ class BlockMove:
     def __init__(self, source: Tensor):
         self.grown = true_positions(source < 0)
         if source.device.type == "cpu":  # NumPy's large arrays are several times as fast as PyTorch's
-            self._rows = torch.from_numpy(np.maximum(source.numpy(), 0))
+            rows = source.numpy().astype(np.int32 if len(source) < 2**31 else np.int64)  # of half the memory
+            self._rows = torch.from_numpy(np.maximum(rows, 0, out=rows))
         else:
             self._rows = source.clamp(min=0)
 

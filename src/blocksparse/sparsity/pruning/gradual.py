@@ -12,7 +12,7 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.rewire import OnLayoutChange, replace_blocks, rewire
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..lines import lines_of
 from ..selection import (
@@ -243,10 +243,9 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         count = int(fraction * weight.layout.nnz)
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
         logarithms = topological_scores(weight, drop) if self.growth == "topology" else None
-        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
-        drop, rows, cols = without_returning(weight.layout, drop, places)
-        dropped = np.flatnonzero(drop)
-        rewire(weight, dropped, rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
+        change = without_returning(weight.layout, change)
+        replace_blocks(weight, change, self.optimizer, on_layout_change=self.on_layout_change)
 
     def _prune(self) -> None:
         """Drop the stored blocks with the smallest norms, down to the schedule's density."""

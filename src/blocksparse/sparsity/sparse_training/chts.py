@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...checked import integer, number
 from ...errors import BlockSparseError
+from ...indices import Replacement
 from ...layout import BlockLayout
 from ...ops.linear import linear, linear_transposed
 from ...surgery.prunable import Skip
@@ -113,8 +114,8 @@ class CHTs(SET):
         drop = np.ones(layout.nnz, dtype=bool)
         drop[draw_by_score(scores, layout.nnz - count, generator)] = False
         logarithms = topological_scores(weight, drop)
-        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
-        self._replace(weight, *without_returning(layout, drop, places), generator)
+        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
+        self._replace(weight, without_returning(layout, change), generator)
 
 
 def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
@@ -138,14 +139,13 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
     return logarithms
 
 
-def without_returning(
-    layout: BlockLayout, drop: np.ndarray, places: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the drops, rows and columns without blocks that would be dropped and grown again."""
-    keys, columns = layout.keys_of_blocks(), layout.grid[1]
-    grow = places[0] * columns + places[1]
-    rows, cols = np.divmod(np.setdiff1d(grow, keys[drop], assume_unique=True), columns)
-    return drop & ~np.isin(keys, grow), rows, cols
+def without_returning(layout: BlockLayout, change: Replacement) -> Replacement:
+    """Return the change without blocks that would be dropped and grown again: they stay."""
+    keys = layout.keys_of_blocks()
+    stays = np.isin(keys, change.added)
+    stays[change.positions] = True
+    positions = np.flatnonzero(stays)
+    return Replacement(positions, keys[positions], np.setdiff1d(change.added, keys, assume_unique=True))
 
 
 def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tensor:

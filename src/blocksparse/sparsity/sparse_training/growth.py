@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
+from ...indices import Replacement
 from ...nn.module import BlockSparseModule
 from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
@@ -58,7 +59,8 @@ def initial_values(
             chunk = torch.empty(min(step, count - first), *shape[1:], dtype=torch.float32, device="cpu")
             chunk.uniform_(-bound, bound, generator=generator)
             begin, end = np.searchsorted(positions, [first, first + step])
-            values[begin:end] = chunk[torch.from_numpy(positions[begin:end] - first)]
+            inside = positions[begin:end] - first
+            values[begin:end] = chunk if inside.size == len(chunk) else chunk[torch.from_numpy(inside)]
     else:
         values = init(weight.module, shape, generator)
         if not isinstance(values, Tensor) or tuple(values.shape) != shape:
@@ -97,8 +99,8 @@ def draw_places(
     keep_lines: bool,
     constant_fan_in: bool = False,
     logarithms: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rows and columns of as many new blocks as are dropped; sorted.
+) -> Replacement:
+    """Draw as many new blocks as are dropped.
 
     Args:
         weight: the weight.
@@ -111,25 +113,26 @@ def draw_places(
     """
     layout, lines = weight.layout, lines_of(weight)
     stays = np.flatnonzero(~drop)
-    taken = layout.row_of_block[stays], layout.col_of_block[stays]
-    keys = taken[0] * layout.grid[1] + taken[1]
+    taken = layout.keys_of_blocks()[stays]
     if constant_fan_in:
         rows = layout.row_of_block[drop]
         if logarithms is None:
-            return _draw_in_rows(keys, rows, layout.grid, lines[1], generator)
-        return _draw_in_rows_by_score(logarithms, rows, generator)
+            return Replacement(stays, taken, _draw_in_rows(taken, rows, layout.grid, lines[1], generator))
+        return Replacement(stays, taken, _draw_in_rows_by_score(logarithms, rows, generator))
+    places = None
     if logarithms is None:
-        drawn = draw_unused(keys, layout.grid, int(drop.sum()), generator, lines)
+        drawn, places = draw_unused(taken, layout.grid, drop.size - stays.size, generator, lines)
     else:
-        drawn = np.divmod(draw_by_score(logarithms.reshape(-1), int(drop.sum()), generator), layout.grid[1])
-    if not keep_lines:
-        return drawn
-    return move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+        drawn = draw_by_score(logarithms.reshape(-1), drop.size - stays.size, generator)
+    if keep_lines:
+        moved = move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+        drawn, places = moved, places if moved is drawn else None
+    return Replacement(stays, taken, drawn, places)
 
 
 def _draw_in_rows(
     taken: np.ndarray, rows: np.ndarray, grid: tuple[int, int], columns: np.ndarray, generator: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Draw a free place in each of these rows, in several if a row is repeated; see `draw_unused`.
 
     Places outside of `columns`, which are padding, are drawn only if a row has no other.
@@ -144,17 +147,15 @@ def _draw_in_rows(
         inside[columns] = free[columns]
         choices = np.flatnonzero(inside if np.count_nonzero(inside) >= count else free)
         drawn.append(row * grid[1] + np.sort(generator.choice(choices, count, replace=False)))
-    return np.divmod(np.concatenate([np.empty(0, dtype=np.int64), *drawn]), grid[1])
+    return np.concatenate([np.empty(0, dtype=np.int64), *drawn])
 
 
-def _draw_in_rows_by_score(
-    logarithms: np.ndarray, rows: np.ndarray, generator: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def _draw_in_rows_by_score(logarithms: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Draw a place in each of these rows, in several if a row is repeated; see `draw_by_score`."""
     height, width = logarithms.shape
     order = _keys_of_draws(logarithms, generator).argsort(1)
     lines, ranks = np.nonzero(np.arange(width) < np.bincount(rows, minlength=height)[:, None])
-    return np.divmod(np.sort(lines * width + order[lines, ranks]), width)
+    return np.sort(lines * width + order[lines, ranks])
 
 
 def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
@@ -185,8 +186,8 @@ def draw_unused(
     count: int,
     generator: np.random.Generator,
     lines: Lines | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rows and columns of `count` different free places of a grid, sorted, each choice equally likely.
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Draw `count` different free places of a grid, each choice equally likely.
 
     Args:
         taken: row * columns + column of the places that are taken, rising.
@@ -194,6 +195,9 @@ def draw_unused(
         count: number of places to draw.
         generator: source of the random numbers.
         lines: rows and columns to draw from, while they have enough free places; None (default) for all.
+
+    Returns:
+        The free places, rising, and their positions among these and the taken ones, or None if these are not known.
     """
     if lines is not None and (lines[0].size, lines[1].size) != grid:
         rows, cols = np.divmod(taken, grid[1])
@@ -201,33 +205,54 @@ def draw_unused(
         small_grid = (lines[0].size, lines[1].size)
         inner = np.searchsorted(lines[0], rows[inside]) * small_grid[1] + np.searchsorted(lines[1], cols[inside])
         if small_grid[0] * small_grid[1] - inner.size >= count:
-            rows, cols = draw_unused(inner, small_grid, count, generator)
-            return lines[0][rows], lines[1][cols]
+            rows, cols = np.divmod(draw_unused(inner, small_grid, count, generator)[0], small_grid[1])
+            return lines[0][rows] * grid[1] + lines[1][cols], None
     # The k-th free place is k plus the number of taken places before it.
     drawn = _draw_distinct(generator, grid[0] * grid[1] - taken.size, count)
     free_before = np.arange(taken.size)
     np.subtract(taken, free_before, out=free_before)
-    drawn += np.searchsorted(free_before, drawn, side="right")
-    return np.divmod(drawn, grid[1])
+    places = np.searchsorted(free_before, drawn, side="right")
+    drawn += places
+    places += np.arange(count)
+    return drawn, places
 
 
 def move_to_empty_lines(
-    taken: tuple[np.ndarray, np.ndarray],
-    drawn: tuple[np.ndarray, np.ndarray],
-    columns: int,
-    lines: Lines,
-    generator: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Move some of the drawn places so that as few of these lines as possible have no block; return all, sorted.
+    taken: np.ndarray, drawn: np.ndarray, columns: int, lines: Lines, generator: np.random.Generator
+) -> np.ndarray:
+    """Move some of the drawn places so that as few of these lines as possible have no block; return all, rising.
 
-    `taken` are the rows and columns of the blocks that stay.
+    Args:
+        taken: row * columns + column of the blocks that stay.
+        drawn: the same of the drawn places, rising; returned as it is if none moves.
+        columns: columns of the grid.
+        lines: rows and columns that should have a block.
+        generator: source of the random numbers.
     """
-    rows, cols = (
-        spread_lines(places, side, generator, used) for places, side, used in zip(drawn, lines, taken, strict=True)
-    )
-    if rows is drawn[0] and cols is drawn[1]:  # nothing has moved
+    if _cover_lines(drawn, columns, lines):
         return drawn
-    return np.divmod(np.sort(rows * columns + cols), columns)
+    drawn_lines = np.divmod(drawn, columns)
+    rows, cols = (
+        spread_lines(places, side, generator, used)
+        for places, side, used in zip(drawn_lines, lines, np.divmod(taken, columns), strict=True)
+    )
+    if rows is drawn_lines[0] and cols is drawn_lines[1]:  # nothing has moved
+        return drawn
+    return np.sort(rows * columns + cols)
+
+
+def _cover_lines(places: np.ndarray, columns: int, lines: Lines) -> bool:
+    """Return whether each of these lines has one of the places, which are rising; look at few if they are many."""
+    first, last = (np.searchsorted(places, (lines[0] + after) * columns) for after in (0, 1))
+    if (first == last).any():
+        return False
+    is_empty = np.zeros(columns, dtype=bool)
+    is_empty[lines[1]] = True
+    for start in range(0, places.size, DRAW_CHUNK):
+        if not is_empty.any():
+            break
+        is_empty[places[start : start + DRAW_CHUNK] % columns] = False
+    return not is_empty.any()
 
 
 def best_places(
@@ -284,9 +309,20 @@ def _draw_distinct(generator: np.random.Generator, population: int, count: int) 
     """Draw `count` different ints below `population`, sorted, each choice equally likely."""
     if 2 * count > population:
         return np.delete(np.arange(population), _draw_distinct(generator, population, population - count))
-    drawn = np.empty(0, dtype=np.int64)
+    if not count:
+        return np.empty(0, dtype=np.int64)
+    drawn = _draw_sorted(generator, population, count)
     while drawn.size < count:
-        more = np.sort(generator.integers(population, size=count - drawn.size))
-        drawn = np.sort(np.concatenate([drawn, more]), kind="stable")  # merges the two
-        drawn = drawn[np.flatnonzero(np.diff(drawn, prepend=-1))]  # np.unique hashes, which is ten times slower
+        more = _draw_sorted(generator, population, count - drawn.size)
+        at = np.searchsorted(drawn, more)
+        is_new = drawn[np.minimum(at, drawn.size - 1)] != more
+        drawn = np.insert(drawn, at[is_new], more[is_new])
     return drawn
+
+
+def _draw_sorted(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
+    """Draw `count` ints below `population`; return the different ones, sorted."""
+    numbers = generator.integers(population, size=count)
+    numbers.sort()  # np.unique hashes, which takes ten times as long
+    differs = numbers[1:] != numbers[:-1]
+    return numbers if differs.all() else numbers[np.concatenate([[0], np.flatnonzero(differs) + 1])]

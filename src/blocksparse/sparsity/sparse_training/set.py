@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ...checked import integer, number
+from ...indices import Replacement
 from ...surgery.prunable import Skip
-from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.rewire import OnLayoutChange, replace_blocks
 from ...surgery.weight_handle import WeightHandle
 from ..selection import TieBreak, check_norm, hash_positions, mark_smallest, stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
@@ -100,25 +101,21 @@ class SET(DynamicSparsity):
     def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
         """Drop the blocks nearest zero of one weight, and grow the same number at random places."""
         drop = self._select_drops(weight, generator, tie_break)
-        places = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in)
-        self._replace(weight, drop, *places, generator)
+        self._replace(weight, draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in), generator)
 
     def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
         """Return a mask `[nnz]` of the blocks of one weight to drop."""
         return nearest_zero(weight, self.fraction(self.calls), self.norm, tie_break)
 
-    def _replace(
-        self, weight: WeightHandle, drop: np.ndarray, rows: np.ndarray, cols: np.ndarray, generator: np.random.Generator
-    ) -> None:
-        """Drop these blocks of one weight, and grow others at these places."""
-        values_at = None
+    def _replace(self, weight: WeightHandle, change: Replacement, generator: np.random.Generator) -> None:
+        """Replace blocks of one weight, and draw the values of the new ones."""
+        values_at, added, columns = None, change.added, weight.layout.grid[1]
         if self.init != "zeros":
-            seed = int(generator.integers(2**63))
-            values_at = partial(
-                initial_values, weight, len(rows), self.init, torch.Generator().manual_seed(seed), lambda: (rows, cols)
-            )
-        dropped = np.flatnonzero(drop)
-        rewire(weight, dropped, rows, cols, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
+            source = torch.Generator().manual_seed(int(generator.integers(2**63)))
+            places = partial(np.divmod, added, columns)
+            values_at = partial(initial_values, weight, added.size, self.init, source, places)
+        del added
+        replace_blocks(weight, change, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
 
 
 def nearest_zero(
