@@ -455,6 +455,13 @@ def test_bad_input():
         cpu.forward(*halves, layout, Rules())
 
 
+def test_arguments_are_checked_after_a_call_that_equals_them():
+    layout, x = bs.patterns.dense((8, 8), block_size=4), torch.randn(1, 1, 8, 4)
+    bs.nn.attention(x, x, x, layout, causal=True)
+    with pytest.raises(bs.BlockSparseError, match="causal: expected a bool, got 1"):
+        bs.nn.attention(x, x, x, layout, causal=1)
+
+
 def test_the_reference_of_these_tests():
     q, k, v = draw((6, 6))
     torch.testing.assert_close(

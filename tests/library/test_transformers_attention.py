@@ -53,6 +53,33 @@ def test_models_equal_their_own_masks(name, padding):
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
+def test_encoder_whose_window_is_a_distance():
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16}
+    encoder, decoder = (transformers.T5GemmaModuleConfig(**sizes) for _ in range(2))
+    config = transformers.T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=50)
+    model = transformers.T5GemmaModel(config).eval()
+    ids = {"input_ids": torch.randint(1, 50, (2, 100)), "decoder_input_ids": torch.randint(1, 50, (2, 40))}
+    found = []
+    for implementation in ("eager", "blocksparse"):
+        model.set_attn_implementation(implementation)
+        result = model(**ids)
+        found.append((result.encoder_last_hidden_state, result.last_hidden_state))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_layouts_in_use_are_not_dropped(monkeypatch):
+    from blocksparse.integrations import attention as integration
+
+    monkeypatch.setattr(integration, "_layouts", {})
+    used = integration._store_layout(None, 64, 7, 0)
+    for block in range(1, 2 * integration.MOST_LAYOUTS):
+        integration._store_layout({"block_size": block}, 64, 7, 0)
+        assert integration._store_layout(None, 64, 7, 0) == used
+        assert used in integration._layouts
+        assert len(integration._layouts) <= integration.MOST_LAYOUTS
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_generation_with_a_cache(name):
     model, ids = MODELS[name]().eval(), torch.randint(100, (2, 70))

@@ -6,6 +6,7 @@ Windows come from the model (Mistral's `sliding_window`), patterns from its conf
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,8 @@ MOST_LAYOUTS = 64
 PATTERNS = ("sliding_window", "strided_attention", "fixed_attention", "dilated", "small_world_attention", "bigbird")
 
 _layouts: dict[str, BlockLayout] = {}
+_last_use: dict[str, int] = {}
+_clock = itertools.count()
 
 
 def attention_forward(
@@ -59,11 +62,12 @@ def attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = right = None
-    if sliding_window is not None:
-        # As with flash-attn: models whose windows reach this distance on both sides pass one more.
-        left = right = sliding_window - 1
-    right = 0 if causal else right
     config = getattr(module, "config", None)
+    if sliding_window is not None:
+        # As with flash-attn, models whose window has this distance on both sides pass one more. T5Gemma does not.
+        passes_distance = not causal and sliding_window == getattr(config, "sliding_window", None)
+        left = right = sliding_window - (0 if passes_distance else 1)
+    right = 0 if causal else right
     layout = _layouts[_store_layout(getattr(config, "blocksparse_attention", None), keys, left, right)]
     layouts, row = check_operands(query, key, value, layout)
     first = None
@@ -93,9 +97,12 @@ def _store_layout(pattern: Any, keys: int, left: int | None, right: int | None) 
     block = integer("block_size of config.blocksparse_attention", options.get("block_size", BLOCK), 1)
     tokens = -(-keys // block) * block
     key = json.dumps([name, tokens, left, right, options], default=str)
+    # Drop the layout whose use is longest ago, because another thread may be about to read its own.
+    _last_use[key] = next(_clock)
     if key not in _layouts:
         if len(_layouts) >= MOST_LAYOUTS:
-            del _layouts[next(iter(_layouts))]
+            oldest = min(list(_layouts), key=_last_use.__getitem__)
+            _layouts.pop(oldest, None)
         _layouts[key] = _make_layout(*json.loads(key))
     return key
 

@@ -53,7 +53,9 @@ def repeated(q: Any, k: Any, v: Any, layout: Any, *options: Any) -> Tensor | Non
     So do the layers of a model when they decode a token. The checks of such a call would take longer than reading a
     short window.
     """
-    if type(layout) is not BlockLayout or not can_bypass_dispatcher(q, k, v, plain_call=True) or needs_grad(q, k, v):
+    if type(layout) is not BlockLayout or type(options[0]) is not bool:  # 1 equals True
+        return None
+    if not can_bypass_dispatcher(q, k, v, plain_call=True) or needs_grad(q, k, v):
         return None
     last: dict[str, tuple[Any, Plan]] = layout.derived("few queries", dict)
     key, plan = last.get("call", (None, None))
