@@ -39,7 +39,8 @@ class CHTs(SET):
       high where many paths of three blocks lead, over rows and columns with few other blocks. No gradient is needed.
 
     A block that would be dropped and grown again stays. The scores of all places are computed, so a grid may have
-    2^27 blocks at most.
+    2^27 blocks at most. They need 2 (rows + columns of blocks) multiply-adds per block, and a training step needs 3 per
+    weight and token. If blocks are small, a change thus takes the time of several steps.
 
     Args:
         modules, optimizer, skip, norm, seed, keep_lines, constant_fan_in, on_layout_change: see `SET`.

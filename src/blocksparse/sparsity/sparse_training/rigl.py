@@ -22,7 +22,8 @@ class RigL(GradientGrowth):
 
     Only norms per block of the dense gradient are stored. They are computed a few rows of blocks at a time from the
     layers' inputs and output gradients, which hooks record in that iteration only. Several passes add up, as do all
-    processes of DistributedDataParallel and FSDP2, by one all-reduce per group of rows.
+    processes of DistributedDataParallel and FSDP2, by one all-reduce per group of rows. The dense gradient needs
+    1 / density times the multiply-adds of the sparse one, so at low densities a change takes the time of many steps.
 
     Args:
         modules: a model or a list of modules, with linear layers and convolutions (also transposed). Skip recurrent
