@@ -143,6 +143,15 @@ def test_both_ways_to_fit_reach_the_density(max_cost, monkeypatch):
     assert all(point.agreement > 1.5 / 8 for point in measured.points), "better than chance"
 
 
+def test_labels_in_some_batches_only_are_refused_unless_a_loss_reads_them():
+    data = labelled()
+    mixed = [x for x, _ in data[:4]] + data[4:]
+    with pytest.raises(bs.BlockSparseError, match=r"data: expected the same number of labels .* with 0 and with 1 \("):
+        bs.compress(Classifier().eval(), mixed, **OPTIONS)
+    result = bs.compress(Classifier().eval(), mixed, loss=lambda output, batch: output.square().mean(), **OPTIONS)
+    assert result.density <= 0.26
+
+
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,13 @@ class BatchReader:
             SparsityWarning,
             stacklevel=5,
         )
+
+    def check_labels(self, batches: Iterable[Any]) -> None:
+        """Raise a BlockSparseError if batches differ in the number of labels, unless `loss` reads the batches."""
+        counts = sorted({len(self._labels(batch)) for batch in batches})
+        if self.loss is None and len(counts) > 1:
+            got = f"batches with {counts[0]} and with {counts[-1]} (or pass loss=, which reads each batch)"
+            raise BlockSparseError.expected("data", "the same number of labels in each batch", got)
 
     def _labels(self, batch: Any) -> tuple[Any, ...]:
         """Return the values of a batch that are no arguments of the model."""

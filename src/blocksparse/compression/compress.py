@@ -79,13 +79,15 @@ def compress(
         seed: seed of the order of batches, 0 by default.
 
     Returns:
-        The model with its curve. After a KeyboardInterrupt, the best so far.
+        The model with its curve. After a KeyboardInterrupt, the best so far; before the first fit there is none, and
+        the interrupt is raised.
 
     Raises:
-        BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, data that a model
-            does not accept, a teacher with other outputs or with outputs that are not finite, a model without weights
-            to train, or a folder of another run or one that cannot be written. A `SparsityWarning` says if nothing
-            became sparse, the density was not reached, the budget was too short to fit or train, or the disk is full.
+        BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, labels in some
+            batches only, data that a model does not accept, a teacher with other outputs or with outputs that are not
+            finite, a model without weights to train, or a folder of another run or one that cannot be written. A
+            `SparsityWarning` says if nothing became sparse, the density was not reached, the budget was too short to
+            fit or train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -110,6 +112,7 @@ def compress(
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
+    reader.check_labels([*read.train, *read.held_out])
     example = first_example(reader, read) if example is None else example
     skip, original = skip_by_name(model, skip), model
     untied: dict[str, str] = {}
