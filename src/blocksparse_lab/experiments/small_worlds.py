@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
 from blocksparse.topology import path_lengths, spectral_gap
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
 
+from ..bench.report import spread
 from ..data import text as texts
 from ..models.char_lm import CharLMConfig
 from ..recipes import charlm
@@ -58,10 +60,9 @@ class WidthExperiment(CorpusExperiment):
     paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against width"
     caption: ClassVar[str] = (
-        "An LSTM with equal parameters at each width, so wider ones are sparser. Paths and gaps are those of the graph "
-        "of blocks. A path is the mean over pairs of connected blocks. "
-        "Figures are means and standard deviations over the seeds. All models read the text once, in the same order, "
-        "with Adam whose learning rate decays linearly after the warm-up."
+        "All LSTMs have about as many parameters, so wider ones are sparser. Paths and gaps are those of the graph of "
+        "blocks. Figures are means and standard deviations over the seeds. All models read the text once, in the same "
+        "order, with Adam whose learning rate decays linearly after the warm-up."
     )
 
     def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
@@ -89,8 +90,11 @@ class WidthExperiment(CorpusExperiment):
             Column("blocks of units", lambda run, _: run.task["model"]["width"] // run.task["model"]["block_size"]),
             Column("density of the recurrent weights", lambda run, _: f"{run.facts['density']:.3g}"),
             Column("parameters", "facts.parameters"),
-            Column("mean path, steps", "facts.path", 2),
-            Column("parts without a connection", "facts.components"),
+            Column(
+                "mean path between two blocks of units, steps",
+                lambda run, _: run.facts["path"] if run.facts["components"] == 1 else inf,
+                show=lambda values: "not connected" if inf in values else spread(values, 2),
+            ),
             Column("spectral gap", "facts.gap", 3),
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
