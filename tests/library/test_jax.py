@@ -164,8 +164,11 @@ def test_hessian_is_that_of_the_dense_weight():
 # -- transformations -----------------------------------------------------------------------------------------------
 
 
-def stacked_layouts(count=3):
-    layouts = [bsj.layout(bs.patterns.random((12, 15), (2, 3), density=0.4, seed=seed)) for seed in range(count)]
+def stacked_layouts():
+    """Return three layouts and their stack; the second one has the row starts of the first, and other columns."""
+    first, last = (bs.patterns.random((12, 15), (2, 3), density=0.4, seed=seed) for seed in range(2))
+    mirrored = bs.BlockLayout(first.mask().flip(1), first.block_shape)
+    layouts = [bsj.layout(layout) for layout in (first, mirrored, last)]
     return layouts, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layouts)
 
 
