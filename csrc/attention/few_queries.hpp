@@ -51,6 +51,44 @@ BLOCKSPARSE_INLINE void in_tiles(int64_t count, const Run& run) {
   }
 }
 
+// bfloat16 whose features come in whole groups. A group has two vectors, its even and its odd numbers, since a shift or
+// a mask makes these float32; queries and sums keep this order.
+struct GroupedBFloat16 : BFloat16 {};
+
+// Vectors of a group of features; groups of other types have one.
+template <class E>
+constexpr int kParts = 1;
+template <>
+constexpr int kParts<GroupedBFloat16> = 2;
+template <class E>
+constexpr int kFeatures = kParts<E> * kLanes<typename E::Sum>;
+
+// Return a vector of a group, of which `count` features are there; zeros follow.
+template <class E, int kPart>
+BLOCKSPARSE_INLINE Vector<typename E::Sum> read_part(const typename E::Storage* from, int64_t count) {
+  if constexpr (kParts<E> == 1) {
+    return read_units<E>(from, count);
+  } else {
+    Vector<uint32_t> pairs;
+    memcpy(&pairs, from, sizeof pairs);
+    return bits<Vector<float>>(kPart == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  }
+}
+
+// Call run(Count) for each vector of a group.
+template <class E, class Run>
+BLOCKSPARSE_INLINE void in_parts(const Run& run) {
+  run(Count<0>{});
+  if constexpr (kParts<E> == 2) run(Count<1>{});
+}
+
+// Call run(first, count) for the groups of `features` features.
+template <class E, class Run>
+BLOCKSPARSE_INLINE void in_groups(int64_t first, int64_t features, const Run& run) {
+  for (; first + kFeatures<E> <= features; first += kFeatures<E>) run(first, int64_t(kFeatures<E>));
+  if (first < features) run(first, features - first);
+}
+
 // Prefetches rows of features line by line. Hardware follows this order only, not that of tiles, which read several
 // rows side by side.
 class Fetcher {
@@ -101,19 +139,22 @@ BLOCKSPARSE_INLINE void store_lane_sums(Sum* to, const Vector<Sum>* v) {
   memcpy(to, parts, 16);
 }
 
-// Add the products of a vector of features, of which `count` are there.
+// Add the products of a group of features, of which `count` are there.
 template <class E, int kRows, int kKeys>
 BLOCKSPARSE_INLINE void add_products(const typename E::Sum* q, int64_t q_row, const typename E::Storage* const* k,
                                      int64_t first, int64_t count, Vector<typename E::Sum> (&sum)[kRows][kKeys]) {
-  Vector<typename E::Sum> units[kKeys];
-#pragma GCC unroll 4
-  for (int i = 0; i < kKeys; ++i) units[i] = read_units<E>(k[i] + first, count);
+  in_parts<E>([&](auto part) __attribute__((always_inline)) {
+    constexpr int kPart = decltype(part)::value;
+    Vector<typename E::Sum> w[kRows];
 #pragma GCC unroll 3
-  for (int r = 0; r < kRows; ++r) {
-    const Vector<typename E::Sum> w = load(q + r * q_row + first);
+    for (int r = 0; r < kRows; ++r) w[r] = load(q + r * q_row + first + kPart * kLanes<typename E::Sum>);
 #pragma GCC unroll 4
-    for (int i = 0; i < kKeys; ++i) sum[r][i] = E::multiply_add_lanes(w, units[i], sum[r][i]);
-  }
+    for (int i = 0; i < kKeys; ++i) {
+      const Vector<typename E::Sum> units = read_part<E, kPart>(k[i] + first, count);
+#pragma GCC unroll 3
+      for (int r = 0; r < kRows; ++r) sum[r][i] = E::multiply_add_lanes(w[r], units, sum[r][i]);
+    }
+  });
 }
 
 // Scores of kRows rows of queries and kKeyTile keys. `q` is padded with zeros.
@@ -121,7 +162,7 @@ template <class E, int kRows>
 BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, const typename E::Storage* const* k,
                                    int64_t d, Fetcher& fetcher, typename E::Sum* scores, int64_t scores_row) {
   using Sum = typename E::Sum;
-  constexpr int n = kLanes<Sum>, kKeys = kKeyTile<Sum>;
+  constexpr int kKeys = kKeyTile<Sum>;
   Vector<Sum> sum[kRows][kKeys];
 #pragma GCC unroll 3
   for (int r = 0; r < kRows; ++r)
@@ -132,21 +173,22 @@ BLOCKSPARSE_INLINE void score_tile(const typename E::Sum* q, int64_t q_row, cons
   for (; first + kLine <= d; first += kLine) {
     fetcher.fetch(kKeys);
 #pragma GCC unroll 8
-    for (int c = 0; c < kLine; c += n) add_products<E>(q, q_row, k, first + c, n, sum);
+    for (int c = 0; c < kLine; c += kFeatures<E>) add_products<E>(q, q_row, k, first + c, kFeatures<E>, sum);
   }
-  for (; first + n <= d; first += n) add_products<E>(q, q_row, k, first, n, sum);
-  if (first < d) add_products<E>(q, q_row, k, first, d - first, sum);
+  in_groups<E>(first, d, [&](int64_t at, int64_t count) __attribute__((always_inline)) {
+    add_products<E>(q, q_row, k, at, count, sum);
+  });
 #pragma GCC unroll 3
   for (int r = 0; r < kRows; ++r) store_lane_sums<Sum>(scores + r * scores_row, sum[r]);
 }
 
-// Add the values of some keys to the sums of kRows rows, for kVectors whole vectors of features or `count` features.
-template <class E, int kRows, int kVectors, bool kWhole = true>
+// Add the values of some keys to the sums of kRows rows, for kGroups whole groups of features or `count` features.
+template <class E, int kRows, int kGroups, bool kWhole = true>
 BLOCKSPARSE_INLINE void value_tile(const typename E::Sum* weights, int64_t weights_row,
                                    const typename E::Storage* values, int64_t token, int64_t keys, Fetcher& fetcher,
                                    int64_t count, typename E::Sum* sums, int64_t sums_row) {
   using Sum = typename E::Sum;
-  constexpr int n = kLanes<Sum>;
+  constexpr int n = kLanes<Sum>, kVectors = kGroups * kParts<E>;
   Vector<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
@@ -155,8 +197,12 @@ BLOCKSPARSE_INLINE void value_tile(const typename E::Sum* weights, int64_t weigh
   for (int64_t j = 0; j < keys; ++j, values += token) {
     fetcher.fetch(2);
     Vector<Sum> units[kVectors];
-#pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) units[c] = read_units<E>(values + c * n, kWhole ? n : count);
+#pragma GCC unroll 4
+    for (int c = 0; c < kGroups; ++c)
+      in_parts<E>([&](auto part) __attribute__((always_inline)) {
+        constexpr int kPart = decltype(part)::value;
+        units[c * kParts<E> + kPart] = read_part<E, kPart>(values + c * kFeatures<E>, kWhole ? kFeatures<E> : count);
+      });
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Sum w = weights[r * weights_row + j];
@@ -180,19 +226,23 @@ BLOCKSPARSE_INLINE void add_weighted(const typename E::Sum* weights, const typen
 #pragma GCC unroll 4
   for (int i = 0; i < kKeys; ++i) w[i] = broadcast(weights[i]);
   const auto add = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
-    Vector<Sum> sum = load(sums + first);
+    in_parts<E>([&](auto part) __attribute__((always_inline)) {
+      constexpr int kPart = decltype(part)::value;
+      Sum* const to = sums + first + kPart * kLanes<Sum>;
+      Vector<Sum> sum = load(to);
 #pragma GCC unroll 4
-    for (int i = 0; i < kKeys; ++i)
-      sum = E::multiply_add_lanes(w[i], read_units<E>(values + i * token + first, count), sum);
-    store(sums + first, sum);
+      for (int i = 0; i < kKeys; ++i)
+        sum = E::multiply_add_lanes(w[i], read_part<E, kPart>(values + i * token + first, count), sum);
+      store(to, sum);
+    });
   };
   int64_t first = 0;
   for (; first + kLine <= d; first += kLine) {
     fetcher.fetch(kKeys);
 #pragma GCC unroll 8
-    for (int c = 0; c < kLine; c += kLanes<Sum>) add(first + c, kLanes<Sum>);
+    for (int c = 0; c < kLine; c += kFeatures<E>) add(first + c, kFeatures<E>);
   }
-  in_vectors<E>(first, d, add);
+  in_groups<E>(first, d, add);
 }
 
 // Attention of some rows to some keys, added to what the rows have seen.
@@ -218,8 +268,11 @@ struct RowsOfQueries {
     Sum* rows = static_cast<Sum*>(scratch(Scratch::kWeights, a.queries * a.shared * wide * int64_t(sizeof(Sum))));
     for (int64_t i = 0; i < a.queries * a.shared; ++i) {
       const Storage* from = static_cast<const Storage*>(a.q) + (i % a.shared * a.head_queries + i / a.shared) * a.d;
-      in_vectors<E>(0, a.d, [&](int64_t first, int64_t count) {
-        store(rows + i * wide + first, read_units<E>(from + first, count) * Sum(a.scale));
+      in_groups<E>(0, a.d, [&](int64_t first, int64_t count) {
+        in_parts<E>([&](auto part) {
+          constexpr int kPart = decltype(part)::value;
+          store(rows + i * wide + first + kPart * n, read_part<E, kPart>(from + first, count) * Sum(a.scale));
+        });
       });
     }
     return rows;
@@ -247,7 +300,7 @@ struct RowsOfQueries {
   }
 
   // Whether converting keys and values once is faster than by each tile.
-  static bool widens(int64_t rows) { return sizeof(Storage) < sizeof(Sum) && rows > kRowTile; }
+  static bool widens(int64_t rows) { return kParts<E> == 1 && sizeof(Storage) < sizeof(Sum) && rows > kRowTile; }
 
   void score(int64_t row, int64_t rows, const Storage* k, int64_t keys) const {
     constexpr int kKeys = kKeyTile<Sum>;
@@ -311,14 +364,15 @@ struct RowsOfQueries {
                    Fetcher& next, int64_t d, const Sum* weights) const {
     in_tiles<4>(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
       constexpr int kRows = decltype(count)::value;
-      const auto add = [&](int64_t first, int64_t features, auto vectors, auto whole) __attribute__((always_inline)) {
-        value_tile<F, kRows, decltype(vectors)::value, decltype(whole)::value>(
+      const auto add = [&](int64_t first, int64_t features, auto groups, auto whole) __attribute__((always_inline)) {
+        value_tile<F, kRows, decltype(groups)::value, decltype(whole)::value>(
             weights + r * kScoresRow, kScoresRow, values + first, token, keys, next, features,
             sums + (row + r) * a.wide + first, a.wide);
       };
-      in_tiles<kRows <= 2 ? 4 : 3>(d / n,
-                                   [&](int64_t vector, auto vectors) { add(vector * n, n, vectors, Count<true>{}); });
-      if (d % n) add(d / n * n, d % n, Count<1>{}, Count<false>{});
+      constexpr int g = kFeatures<F>;
+      in_tiles<(kRows <= 2 ? 4 : 3) / kParts<F>>(
+          d / g, [&](int64_t group, auto groups) { add(group * g, g, groups, Count<true>{}); });
+      if (d % g) add(d / g * g, d % g, Count<1>{}, Count<false>{});
     });
   }
 };
@@ -375,14 +429,35 @@ void merge(const FewQueries& a, int64_t tasks, int64_t bytes, void* y, void* log
       whole.sum += part.sum * factors[t];
     }
     const int64_t at = r % a.shared * a.head_queries + r / a.shared;
-    in_vectors<E>(0, a.d_v, [&](int64_t first, int64_t count) {
-      Vector<Sum> sum = {};
-      for (int64_t t = 0; t < tasks; ++t) sum += load(sums_of(t) + r * a.wide + first) * factors[t];
-      write_sums<E>(static_cast<typename E::Storage*>(y) + at * a.d_v + first, whole.is_empty() ? sum : sum / whole.sum,
-                    count, false);
+    in_groups<E>(0, a.d_v, [&](int64_t first, int64_t count) {
+      constexpr int n = kLanes<Sum>;
+      Vector<Sum> sum[2] = {}, ordered[2];
+      for (int part = 0; part < kParts<E>; ++part) {
+        for (int64_t t = 0; t < tasks; ++t) sum[part] += load(sums_of(t) + r * a.wide + first + part * n) * factors[t];
+        if (!whole.is_empty()) sum[part] /= whole.sum;
+      }
+      if constexpr (kParts<E> == 2)
+        interleave(sum[0], sum[1], ordered[0], ordered[1], std::make_index_sequence<n>{});
+      else
+        ordered[0] = sum[0];
+      typename E::Storage* const to = static_cast<typename E::Storage*>(y) + at * a.d_v + first;
+      for (int part = 0; part * n < count; ++part)
+        write_sums<E>(to + part * n, ordered[part], smaller(count - part * n, int64_t(n)), false);
     });
     if (log_sum) static_cast<Sum*>(log_sum)[at] = whole.log_sum();
   }
+}
+
+inline bool in_whole_groups(const FewQueries& a) {
+  return a.d % kFeatures<GroupedBFloat16> == 0 && a.d_v % kFeatures<GroupedBFloat16> == 0;
+}
+
+inline void attend_bfloat16(const FewQueries& a) {
+  in_whole_groups(a) ? attend<GroupedBFloat16>(a) : attend<BFloat16>(a);
+}
+
+inline void merge_bfloat16(const FewQueries& a, int64_t tasks, int64_t bytes, void* y, void* log_sum) {
+  (in_whole_groups(a) ? merge<GroupedBFloat16> : merge<BFloat16>)(a, tasks, bytes, y, log_sum);
 }
 
 }  // namespace BLOCKSPARSE_ISA

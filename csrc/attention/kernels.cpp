@@ -318,7 +318,7 @@ const AttentionKernels& select_attention(DType dtype) {
 const FewQueriesKernels& select_few_queries(DType dtype) {
   static constexpr FewQueriesKernels float32 = {attend<Float32>, merge<Float32>},
                                      float64 = {attend<Float64>, merge<Float64>},
-                                     bfloat16 = {attend<BFloat16>, merge<BFloat16>},
+                                     bfloat16 = {attend_bfloat16, merge_bfloat16},
                                      float16 = {attend<Float16>, merge<Float16>};
   return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
