@@ -92,6 +92,15 @@ class Layouts {
   Layout size_;
 };
 
+// Throw unless these are the indices of a layout: no other part of a program of XLA has seen them.
+void check_layout(const Layout& layout) {
+  check_indices(layout);
+  for (int64_t row = 0; row < layout.rows; ++row)
+    for (int32_t i = layout.start[row] + 1; i < layout.start[row + 1]; ++i)
+      if (layout.col[i] <= layout.col[i - 1])
+        throw std::invalid_argument("the compiled core: expected block columns that rise in each row");
+}
+
 // The plan of the rows of single weights, or of their columns.
 class CsrPlan {
  public:
@@ -158,7 +167,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer val
     for (int64_t i = 0; i < batch; ++i) {
       const Layout layout = layouts[i];
       if (!layouts.repeats(i)) {
-        check_indices(layout);
+        check_layout(layout);
         if (layouts.is_single_weights()) {
           csr.make(layout, transposed);
         } else {
@@ -200,7 +209,7 @@ ffi::Error run_linear_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer grad, ffi::AnyB
     for (int64_t i = 0; i < batch; ++i) {
       const Layout layout = layouts[i];
       if (!layouts.repeats(i)) {
-        check_indices(layout);
+        check_layout(layout);
         for (int64_t r = 0; r < layout.rows; ++r)
           std::fill(row.begin() + layout.start[r], row.begin() + layout.start[r + 1], int32_t(r));
       }

@@ -153,6 +153,11 @@ def test_derivatives_of_order_3_in_both_modes(block):
         check_grads(jax.jit(transposed), (x[:, :4], values), 2, ("fwd", "rev"))
 
 
+def test_products_with_an_activation_have_no_transpose():
+    with pytest.raises(bs.BlockSparseError, match=r"^A product with the activation 'relu' has no transpose"):
+        jax.linear_transpose(lambda x: bsj.linear(x, VALUES, GOOD, None, "relu"), X)(jnp.ones((len(X), 12)))
+
+
 def test_hessian_is_that_of_the_dense_weight():
     layout = bsj.layout(LAYOUT)
     x, values = normal(3, 15), normal(*layout.values_shape, seed=1)
@@ -318,6 +323,7 @@ def test_bad_arguments_are_named(arguments, message):
         bsj.Layout(GOOD.row_start.at[1].set(-5), GOOD.col, GOOD.grid, GOOD.block_shape),
         bsj.Layout(GOOD.row_start[::-1], GOOD.col, GOOD.grid, GOOD.block_shape),
         bsj.Layout(GOOD.row_start.at[-1].add(1), GOOD.col, GOOD.grid, GOOD.block_shape),
+        bsj.Layout(GOOD.row_start, GOOD.col * 0, GOOD.grid, GOOD.block_shape),
     ],
 )
 def test_indices_out_of_range_are_refused(layout):

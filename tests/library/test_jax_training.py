@@ -100,7 +100,10 @@ def test_the_state_of_an_optimizer_follows():
         (lambda key, values, layout: bsj.set_step(key, values[1:], layout), r"^values: expected shape"),
         (lambda key, values, layout: bsj.set_step(key, values, LAYOUT), r"^layout: expected a pytree"),
         (lambda key, values, layout: bsj.rigl_step(values, values, layout), r"^grad: expected shape \(24, 32\)"),
+        (lambda key, values, layout: bsj.set_step(key, values.astype(int), layout), r"^values: expected one of"),
         (lambda key, values, layout: bsj.follow({}, values.shape, jnp.zeros(3, int)), r"^source: expected ints \["),
+        (lambda key, values, layout: bsj.follow({}, (2, 1, 1), jnp.array([0, 2])), r"^source: expected ints from -1"),
+        (lambda key, values, layout: bsj.follow({}, 5, jnp.array([0])), r"^shape: expected layout"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call, message):
@@ -152,6 +155,31 @@ def nnx_layer(**options):
 
 
 LAYERS = pytest.mark.parametrize("make", [equinox_layer, nnx_layer])
+
+
+@LAYERS
+def test_layers_refuse_layouts_of_other_sizes(make):
+    layer = make(block_size=4)
+    replace = layer.replaced if hasattr(layer, "replaced") else layer.replace
+    for shape, block in (((64, 32), 4), ((24, 32), 8)):
+        layout = bsj.layout(bs.patterns.dense(shape, block))
+        with pytest.raises(bs.BlockSparseError, match=r"^layout: expected shape \(24, 32\) in blocks of \(4, 4\)"):
+            replace(layout, jnp.ones(layout.values_shape))
+    with pytest.raises(bs.BlockSparseError, match=r"^values: expected shape"):
+        replace(layer.layout, jnp.ones((1, 4, 4)))
+    with pytest.raises(bs.BlockSparseError, match=r"^layout: expected a pytree"):
+        replace(LAYOUT, jnp.ones(LAYOUT.values_shape))
+
+
+@pytest.mark.parametrize("step", [bsj.set_step, bsj.rigl_step])
+def test_steps_and_gradients_follow_strict_promotion(step):
+    layout, values = drawn()
+    first = values if step is bsj.rigl_step else jax.random.key(0)
+    second = jnp.ones(layout.shape, jnp.bfloat16) if step is bsj.rigl_step else values.astype(jnp.bfloat16)
+    first = first.astype(jnp.bfloat16) if step is bsj.rigl_step else first
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        step(first, second, layout)
+        jax.grad(lambda bias: bsj.linear(jnp.ones((3, 32)), values, layout, bias, "relu").sum())(jnp.ones(24))
 
 
 @LAYERS

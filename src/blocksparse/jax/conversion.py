@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import BlockSparseError
-from .layouts import Layout, check_indices
+from .layouts import Layout, check_indices, check_jax_layout
 from .products import check_values, checked_array
 
 __all__ = ["from_dense", "to_dense"]
@@ -56,8 +56,9 @@ def to_dense(values: jax.Array, layout: Layout) -> jax.Array:
     Array([[1., 2., 0., 0.],
            [0., 0., 3., 4.]], dtype=float32)
     """
-    check_indices(layout)
+    check_jax_layout(layout)
     values = check_values(values, layout)
+    check_indices(layout)
     (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape
     weight = jnp.zeros((rows, block_out, cols, block_in), values.dtype)
     return weight.at[layout.row_of_block(), :, layout.col].set(values).reshape(layout.shape)

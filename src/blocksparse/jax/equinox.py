@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..layout import BlockLayout
-from .layouts import Layout
+from .layouts import Layout, check_replacement
 from .parameters import from_state, initial_parameters, padded_linear, to_state
 
 __all__ = ["Linear"]
@@ -73,7 +73,8 @@ class Linear(eqx.Module):
         return padded_linear(x, self.values, self.layout, self.bias, self.activation, *sizes)
 
     def replaced(self, layout: Layout, values: jax.Array, bias: jax.Array | None = None) -> Linear:
-        """Return a copy with another layout and values, for example of `set_step`; None keeps the bias."""
+        """Return a copy with another layout of its sizes, and values, as of `set_step`; None keeps the bias."""
+        check_replacement(layout, values, self.layout)
         layer = eqx.tree_at(lambda layer: (layer.layout, layer.values), self, (layout, values))
         return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, bias)
 

@@ -15,7 +15,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..state_indices import layout_of_indices
 
-__all__ = ["Layout", "check_indices", "check_jax_layout", "layout"]
+__all__ = ["Layout", "check_indices", "check_jax_layout", "check_replacement", "layout"]
 
 
 @partial(
@@ -135,3 +135,14 @@ def check_indices(layout: Any) -> None:
     check_jax_layout(layout)
     if not any(isinstance(index, jax.core.Tracer) for index in (layout.row_start, layout.col)):
         layout.block_layout()
+
+
+def check_replacement(layout: Any, values: Any, old: Layout) -> None:
+    """Raise a BlockSparseError unless a layer with the layout `old` can have this layout and these values."""
+    check_jax_layout(layout)
+    if (layout.grid, layout.block_shape) != (old.grid, old.block_shape):
+        expected = f"shape {old.shape} in blocks of {old.block_shape}, as the layer has"
+        raise BlockSparseError.expected("layout", expected, repr(layout))
+    shape = getattr(values, "shape", None)
+    if shape is None or tuple(shape[-3:]) != layout.values_shape:
+        raise BlockSparseError.expected("values", f"shape {layout.values_shape} for {layout!r}", shape)

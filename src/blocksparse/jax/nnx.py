@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..layout import BlockLayout
-from .layouts import Layout
+from .layouts import Layout, check_replacement
 from .parameters import from_state, initial_parameters, padded_linear, to_state
 
 __all__ = ["Index", "Linear"]
@@ -79,7 +79,8 @@ class Linear(nnx.Module):
         return padded_linear(x, self.values[...], self.layout, bias, self.activation, *sizes)
 
     def replace(self, layout: Layout, values: jax.Array, bias: jax.Array | None = None) -> None:
-        """Change the layout and the values, for example to those of `set_step`; None keeps the bias."""
+        """Change to another layout of its sizes, and values, as of `set_step`; None keeps the bias."""
+        check_replacement(layout, values, self.layout)
         _assign(self.row_start, layout.row_start)
         _assign(self.col, layout.col)
         _assign(self.values, values)

@@ -171,12 +171,16 @@ def _linear_jvp(operands: Operands, tangents: Operands, **params: Any) -> tuple[
 def _unfused(x: Any, values: Any, bias: Any, start: Any, col: Any, *, activation: str, **params: Any) -> Any:
     """Compute a product with its bias and activation as separate steps, which have derivatives of their own."""
     y = linear_p.bind(x, values, jnp.zeros(0, x.dtype), start, col, activation="none", **params)
-    return ACTIVATIONS[activation](y + bias if bias.size else y)
+    return ACTIVATIONS[activation](y + bias[None, None] if bias.size else y)
 
 
 def _linear_transpose(grad: Any, x: Any, values: Any, bias: Any, start: Any, col: Any, **params: Any) -> Any:
     if isinstance(grad, ad.Zero):
         return None, None, None, None, None
+    if params["activation"] != "none":
+        raise BlockSparseError(
+            f"A product with the activation {params['activation']!r} has no transpose: transpose one without it."
+        )
     in_blocks, transposed = params["in_blocks"], params["transposed"]
     if ad.is_undefined_primal(x):
         grad_x = linear(grad, values, None, (start, col), in_blocks, not transposed)

@@ -89,7 +89,7 @@ def _product(x: Any, values: Any, layout: Layout, bias: Any, activation: str | N
         got = f"x {x.dtype.name} and values {values.dtype.name}"
         raise BlockSparseError.expected("dtypes", f"one of {', '.join(DTYPES)} for all arrays", got)
     known = [None, *(name for name in primitives.ACTIVATIONS if name != "none")]
-    if activation not in known:
+    if not isinstance(activation, str | None) or activation not in known:
         raise BlockSparseError.expected("activation", f"one of {known}", repr(activation))
     if bias is not None:
         bias = checked_array("bias", bias)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from ..checked import number
 from ..errors import BlockSparseError
-from .layouts import Layout, check_indices
-from .products import check_values, checked_array
+from .layouts import Layout, check_indices, check_jax_layout
+from .products import DTYPES, check_values, checked_array
 
 __all__ = ["follow", "rigl_step", "set_step"]
 
@@ -89,7 +89,7 @@ def rigl_step(
     if grad.shape != layout.shape:
         raise BlockSparseError.expected("grad", f"shape {layout.shape} for {layout!r}", tuple(grad.shape))
     (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape
-    blocks = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)).reshape(rows, block_out, cols, block_in)
+    blocks = _at_least_float32(grad).reshape(rows, block_out, cols, block_in)
     return _replace(values, layout, (blocks**2).sum((1, 3)), fraction)
 
 
@@ -103,7 +103,7 @@ def follow(state: State, shape: tuple[int, ...], source: jax.Array) -> State:
         source: the third result of `set_step` or `rigl_step`.
 
     Raises:
-        BlockSparseError: `source` is not an int vector with an entry per block.
+        BlockSparseError: `source` is not an int vector with an entry per block; out of range, if it is not traced.
 
     Example:
         >>> import jax.numpy as jnp, blocksparse.jax as bsj
@@ -111,10 +111,14 @@ def follow(state: State, shape: tuple[int, ...], source: jax.Array) -> State:
         >>> bsj.follow(momentum, (2, 1, 1), jnp.array([-1, 0]))["values"].ravel()
         Array([0., 1.], dtype=float32)
     """
+    if not isinstance(shape, tuple | list) or not shape:
+        raise BlockSparseError.expected("shape", "layout.values_shape", repr(shape))
     source, shape = checked_array("source", source), tuple(shape)
     if source.shape != shape[:1] or not jnp.issubdtype(source.dtype, jnp.integer):
         got = f"{source.dtype.name} {list(source.shape)}"
         raise BlockSparseError.expected("source", f"ints [{shape[0]}]", got)
+    if not isinstance(source, jax.core.Tracer) and ((source < -1) | (source >= shape[0])).any():
+        raise BlockSparseError.expected("source", f"ints from -1 to {shape[0] - 1}", source.tolist())
 
     def move(leaf: Any) -> Any:
         return _take(leaf, source) if getattr(leaf, "shape", None) == shape else leaf
@@ -123,10 +127,18 @@ def follow(state: State, shape: tuple[int, ...], source: jax.Array) -> State:
 
 
 def _checked(values: Any, layout: Layout) -> jax.Array:
-    check_indices(layout)
+    check_jax_layout(layout)
     if layout.grid[0] * layout.grid[1] >= 2**31:
         raise BlockSparseError.expected("layout", "a grid below 2^31 blocks", repr(layout))
-    return check_values(values, layout)
+    values = check_values(values, layout)
+    if values.dtype.name not in DTYPES:
+        raise BlockSparseError.expected("values", f"one of {', '.join(DTYPES)}", values.dtype.name)
+    check_indices(layout)
+    return values
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 def _replace(
@@ -136,8 +148,7 @@ def _replace(
     if not isinstance(fraction, jax.core.Tracer):
         number("fraction", fraction.item() if isinstance(fraction, jax.Array) and not fraction.ndim else fraction, 0, 1)
     (rows, cols), nnz = layout.grid, layout.nnz
-    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    smallest = jnp.argsort((wide**2).sum((1, 2)), stable=True)
+    smallest = jnp.argsort((_at_least_float32(values) ** 2).sum((1, 2)), stable=True)
     fraction = jnp.asarray(fraction)
     in_range = (fraction >= 0) & (fraction <= 1)
     dropped = jnp.minimum(jnp.round(jnp.where(in_range, fraction, 0) * nnz), rows * cols - nnz).astype(jnp.int32)
