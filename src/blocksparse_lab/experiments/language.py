@@ -69,34 +69,44 @@ class LanguageContender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageExperiment(CorpusExperiment):
-    """Language models of one size on one text.
+class CharLMExperiment(CorpusExperiment):
+    """Recurrent language models on one text.
 
     Args:
         settings: shared by all; each contender has its own learning rate, each run its own seed.
-        reviews: names of `data.reviews` on which the states are probed, with the largest number of texts per part; None
-            for all.
 
     A seed determines pattern and weights. The order of the text is the same for all.
     """
 
     contenders: Mapping[str, LanguageContender]
     settings: CharLMSettings
-    reviews: Mapping[str, int | None] = field(default_factory=dict)
 
     paired: ClassVar[bool] = False
-    curves: ClassVar[str] = "Bits per character against steps and seconds"
-    caption: ClassVar[str] = (
-        "Figures are means and standard deviations over the seeds. All models read the text once, in the same order, "
-        "with Adam whose learning rate decays linearly after the warm-up. Bits per character do not compare between "
-        "texts, nor with published figures for enwik8."
-    )
 
     def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
         of = self.contenders[contender]
         model = replace(of.config, seed=seed)
         settings = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed)
         return charlm.trainer(settings, data, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageExperiment(CharLMExperiment):
+    """Language models of one size on one text.
+
+    Args:
+        reviews: names of `data.reviews` on which the states are probed, with the largest number of texts per part; None
+            for all.
+    """
+
+    reviews: Mapping[str, int | None] = field(default_factory=dict)
+
+    curves: ClassVar[str] = "Bits per character against steps and seconds"
+    caption: ClassVar[str] = (
+        "Figures are means and standard deviations over the seeds. All models read the text once, in the same order, "
+        "with Adam whose learning rate decays linearly after the warm-up. Bits per character do not compare between "
+        "texts, nor with published figures for enwik8."
+    )
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Save bits per character of each evaluated stream, how long cells keep information, and the sentiment

@@ -7,20 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from blocksparse.layout import BlockLayout
 from blocksparse.topology import path_lengths, spectral_gap
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
 
 from ..bench.report import spread
-from ..data import text as texts
 from ..models.char_lm import CharLMConfig
-from ..recipes import charlm
 from ..recipes.charlm import CharLMSettings
 from ..training.compare import Run
-from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, Experiment, Results
-from .language import READ, CorpusExperiment, LanguageContender
+from .language import READ, CharLMExperiment, LanguageContender
 
 RANDOM = "random"
 LAYOUTS = {
@@ -48,16 +46,9 @@ class AgainstRandom(Column):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WidthExperiment(CorpusExperiment):
-    """Language models of several widths and layouts with the same number of parameters.
+class WidthExperiment(CharLMExperiment):
+    """Language models of several widths and layouts with the same number of parameters, none of them dense."""
 
-    A seed determines layout and weights. The order of the text is the same for all.
-    """
-
-    contenders: Mapping[str, LanguageContender]
-    settings: CharLMSettings
-
-    paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against width"
     caption: ClassVar[str] = (
         "All LSTMs have about as many parameters, so wider ones are sparser. Paths and gaps are those of the graph of "
@@ -65,16 +56,8 @@ class WidthExperiment(CorpusExperiment):
         "order, with Adam whose learning rate decays linearly after the warm-up."
     )
 
-    def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
-        of = self.contenders[contender]
-        settings = replace(
-            self.settings, model=replace(of.config, seed=seed), learning_rate=of.learning_rate, seed=seed
-        )
-        return charlm.trainer(settings, data, run)
-
     def facts(self, run: Run) -> dict[str, Any]:
-        layout = CharLMConfig(**run.task["model"]).layout
-        assert layout is not None  # no contender is dense
+        layout = cast(BlockLayout, CharLMConfig(**run.task["model"]).layout)
         paths = path_lengths(layout)
         return {"path": paths.mean, "components": paths.components, "gap": spectral_gap(layout)}
 
