@@ -31,6 +31,7 @@ def from_dense(weight: jax.Array, layout: Layout) -> jax.Array:
     Array([[ 8.,  9.],
            [12., 13.]], dtype=float32)
     """
+    check_jax_layout(layout)
     check_indices(layout)
     weight = checked_array("weight", weight)
     if weight.shape != layout.shape:

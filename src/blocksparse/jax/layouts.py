@@ -130,9 +130,8 @@ def check_jax_layout(layout: Any) -> None:
         raise BlockSparseError.expected("layout", "a blocksparse.jax.Layout", type(layout).__name__)
 
 
-def check_indices(layout: Any) -> None:
-    """Raise a BlockSparseError unless `layout` is a `Layout` whose indices are valid; jit hides traced ones."""
-    check_jax_layout(layout)
+def check_indices(layout: Layout) -> None:
+    """Raise a BlockSparseError unless the indices are those of a layout; jit hides traced ones."""
     if not any(isinstance(index, jax.core.Tracer) for index in (layout.row_start, layout.col)):
         layout.block_layout()
 
