@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from blocksparse.errors import BlockSparseError
 
-from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, small_worlds, transformers
+from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, small_worlds, transformers, vision
 from .experiment import Experiment, Results
 from .report import check_no_loss, draw, load, write
 
 __all__ = ["EXPERIMENTS", "Experiment", "Results", "check_no_loss", "draw", "find", "load", "write"]
 
+MODULES = language, small_worlds, finetuning, transformers, classifiers, graphs, pruned, resnets, vision, pixels
 EXPERIMENTS: dict[str, Experiment] = {
-    name: experiment
-    for module in (language, small_worlds, finetuning, transformers, classifiers, graphs, pruned, resnets, pixels)
-    for name, experiment in module.EXPERIMENTS.items()
+    name: experiment for module in MODULES for name, experiment in module.EXPERIMENTS.items()
 }
 
 

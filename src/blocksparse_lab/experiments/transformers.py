@@ -110,7 +110,7 @@ class TransformerExperiment(CorpusExperiment):
     def columns(self) -> Sequence[Column]:
         return [
             Column("features of a byte", "task.model.width"),
-            Column("blocks", lambda _, of: _blocks(of)),
+            Column("blocks", lambda _, of: blocks(of)),
             Column("density of the layers' weights", lambda run, _: f"{run.facts['density']:.3g}"),
             Column("parameters", "facts.parameters"),
             Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
@@ -136,7 +136,7 @@ class TransformerExperiment(CorpusExperiment):
         ]
 
 
-def _blocks(contender: TransformerContender) -> str:
+def blocks(contender: TransformerContender) -> str:
     """Describe the layers' blocks."""
     how = "fixed" if contender.config.method == "fixed" else "RigL"
     if contender.pruning is not None:

@@ -52,11 +52,11 @@ class GPTConfig:
 
 
 class Layer(nn.Module):
-    """Causal attention, then two products with GELU between them, each added to its normalized input."""
+    """Attention, then two products with GELU between them, each added to its normalized input."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, causal: bool = True):
         super().__init__()
-        width, self.heads = config.width, config.heads
+        width, self.heads, self.causal = config.width, config.heads, causal
 
         def linear(inputs: int, outputs: int) -> nn.Module:
             if config.density == 1:
@@ -69,10 +69,10 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x after causal attention and the MLP, each added to its input."""
+        """Return x after attention and the MLP, each added to its input."""
         parts = self.queries_keys_values(self.norm_1(x)).chunk(3, -1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.heads_out(heads.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocksparse import checkpoint
 from blocksparse.checked import integer
@@ -153,7 +153,7 @@ def trainer(settings: ResNetSettings, images: Images, run: str | Path, **pace: A
     return Trainer(task, run, s.in_epochs(task.steps_per_epoch, **pace), facts)
 
 
-def multiply_adds(model: ResNet, images: Images) -> int:
+def multiply_adds(model: nn.Module, images: Images) -> int:
     """Count multiply-adds of a network per image: each weight once per pixel."""
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
