@@ -200,3 +200,28 @@ def test_bad_input():
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "remedy"),
+    [
+        (24, 40, r"pass layout\.crop\(40, 40\) if the queries are the last ones, else layout\.crop\(24, 40\)"),
+        (96, 48, r"make a layout for the longest inputs, and use layout\.crop"),
+        (37, 37, r"in whole blocks, \(40, 40\): pass layout\.crop\(40, 40\)"),
+        (24, 24, r"pass layout\.crop\(24, 24\); if block_size was forgotten, 6 x 6 blocks need block_size=4"),
+        (96, 96, r"make a layout for .*; if block_size was forgotten, 6 x 6 blocks need block_size=16"),
+    ],
+)
+def test_a_mask_of_another_length_is_told_how_to_fit(queries, keys, remedy):
+    layout = bs.patterns.random((48, 48), block_size=8, density=0.5, seed=0)
+    q, k = torch.randn(2, 2, queries, 4), torch.randn(2, 2, keys, 4)
+    with pytest.raises(bs.BlockSparseError, match=rf"layout: expected the shape .*{remedy}.*, got BlockLayout"):
+        bs.nn.attention(q, k, k, layout)
+
+
+def test_a_cropped_mask_serves_shorter_inputs():
+    layout = bs.patterns.strided_attention(64, block_size=8)
+    q, k, v = torch.randn(3, 2, 2, 64, 4)
+    y = bs.nn.attention(q, k, v, layout, causal=True)
+    q, k, v = (x[:, :, :40] for x in (q, k, v))
+    torch.testing.assert_close(bs.nn.attention(q, k, v, layout.crop(40, 40), causal=True), y[:, :, :40])

@@ -184,3 +184,14 @@ def test_compiled_in_one_graph(form):
     x, k = torch.randn(5, 2, 12, dtype=torch.float64), torch.randn(6, 2, 12, dtype=torch.float64)
     given = {"self": (x, x, x), "keys": (x, k, k), "all": (x, k, k.clone())}[form]
     close(torch.compile(ours, backend="eager", fullgraph=True)(*given), ours(*given))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_an_input_of_another_dtype_or_device_is_refused_by_name(name):
+    attention = bs.nn.MultiheadAttention(16, 2, density=0.5, block_size=8)
+    for other in (torch.float64, "meta"):
+        inputs = {each: torch.randn(3, 16) for each in ("query", "key", "value")}
+        inputs[name] = inputs[name].to(other)
+        expected = f"{name}: expected the dtype and the device of the module, torch.float32 and cpu, got"
+        with pytest.raises(bs.BlockSparseError, match=expected):
+            attention(**inputs)

@@ -133,6 +133,42 @@ def test_compiled_graphs_serve_any_choice(batch):
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize(("block_size", "sizes"), [(None, (64, 64)), (16, (16, 16)), ((32, 8), (32, 8))])
+@pytest.mark.parametrize("queries", [1, 90])
+def test_without_a_layout_all_blocks_are_candidates(queries, block_size, sizes):
+    q, k, v = draw(queries=queries)
+    options = {} if block_size is None else {"block_size": block_size}
+    layouts = bs.nn.topk_blocks(q, k, None, 2, **options)
+    every = bs.patterns.dense([-(-n // block) * block for n, block in zip((queries, 90), sizes, strict=True)], sizes)
+    assert layouts == bs.nn.topk_blocks(q, k, every, 2)
+
+    def run(q, k, v):
+        return bs.nn.attention(q, k, v, bs.nn.topk_blocks(q, k, None, 2, **options))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), bs.nn.attention(q, k, v, layouts))
+    for step in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            compiled(*draw(queries=queries))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_nan_is_chosen_and_shows_in_the_result(compiled):
+    torch._dynamo.reset()
+    choose = lambda q, k: bs.nn.topk_blocks(q, k, None, 2, block_size=16)  # noqa: E731
+    run = lambda q, k: bs.nn.attention(q, k, k, choose(q, k))  # noqa: E731
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    q, k, _ = (x.detach() for x in draw())
+    k[0, 0, 40] = math.nan  # of the first two heads
+    assert all(layout.mask()[:, 2].all() and layout.mask().diagonal().all() for layout in choose(q, k)[:2])
+    assert run(q, k)[0, :2].isnan().all()
+    assert run(q, k)[:, 2:].isfinite().all()
+    k[0, 0, 40], q[1, 1, 50] = 0, math.nan
+    assert choose(q, k)[5].mask().sum(1).eq(2).all()
+    assert torch.equal(run(q, k).isnan().any(-1), q.isnan().any(-1))
+
+
 def test_nan_and_infinity_do_not_change_how_many():
     q, k, _ = (x.detach() for x in draw())
     q[0, 0, 20], k[0, 0, 40], k[1, 1, 0] = math.nan, math.inf, -math.inf
@@ -149,6 +185,14 @@ def test_bad_input():
         bs.nn.topk_blocks(q[:, :, :40], k[:, :, :40], dense, 2)
     with pytest.raises(bs.BlockSparseError, match="q: expected as many queries as the layout has rows"):
         bs.nn.topk_blocks(q[:, :, :16], k, dense, 2)
+    with pytest.raises(bs.BlockSparseError, match=r"q: expected as many queries .* a layout of smaller blocks"):
+        bs.nn.topk_blocks(q[:, :, :70], k, None, 2)
+    with pytest.raises(bs.BlockSparseError, match="block_size: expected None if a layout is given, got 16"):
+        bs.nn.topk_blocks(q, k, dense, 2, block_size=16)
+    with pytest.raises(bs.BlockSparseError, match=r"block_size: expected a positive int .*, got 0"):
+        bs.nn.topk_blocks(q, k, None, 2, block_size=0)
+    with pytest.raises(bs.BlockSparseError, match=r"k: expected a tensor \[batch, heads, tokens, d\], got NoneType"):
+        bs.nn.topk_blocks(q, None, None, 2)
     with pytest.raises(bs.BlockSparseError, match="layout: expected a BlockLayout, got list"):
         bs.nn.topk_blocks(q, k, [dense] * 4, 2)
     for empty in (q[:0], q[:, :0]):

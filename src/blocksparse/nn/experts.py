@@ -14,6 +14,7 @@ from .. import ops
 from ..checked import integer, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.checks import in_autocast
 from ..ops.graph_layout import is_exporting
 from .module import Weight
 from .multi_weight import MultiWeightModule, Size
@@ -134,8 +135,10 @@ class Experts(MultiWeightModule):
         Returns:
             `[tokens, hidden_dim]`.
         """
-        if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_dim:
-            raise BlockSparseError.expected("hidden_states", f"[tokens, {self.hidden_dim}]", list(hidden_states.shape))
+        is_matrix = isinstance(hidden_states, Tensor) and hidden_states.dim() == 2
+        if not is_matrix or hidden_states.shape[1] != self.hidden_dim:
+            expected = f"a tensor [tokens, {self.hidden_dim}]"
+            raise BlockSparseError.expected("hidden_states", expected, shape_of(hidden_states))
         tokens = len(hidden_states)
         for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
             is_matrix = isinstance(tensor, Tensor) and tensor.dim() == 2 and len(tensor) == tokens
@@ -144,6 +147,8 @@ class Experts(MultiWeightModule):
         if top_k_index.dtype == torch.bool or top_k_index.is_floating_point() or top_k_index.is_complex():
             expected = "integers, the numbers of experts (write top_k_index.long())"
             raise BlockSparseError.expected("top_k_index", expected, top_k_index.dtype)
+        if top_k_weights.is_complex():
+            raise BlockSparseError.expected("top_k_weights", "real numbers", top_k_weights.dtype)
         exported = is_exporting() and self._is_dense  # an exported graph needs PyTorch's ops only
         if exported or _is_captured(hidden_states):
             return self._compute_all_tokens(hidden_states, top_k_index, top_k_weights)
@@ -167,6 +172,9 @@ class Experts(MultiWeightModule):
 
     @staticmethod
     def _product(weight: Tensor, layout: BlockLayout, starts: Tensor, x: Tensor) -> Tensor:
+        if (x.dtype != weight.dtype and not in_autocast(x)) or x.device != weight.device:
+            expected = f"the dtype and the device of the experts, {weight.dtype} and {weight.device}"
+            raise BlockSparseError.expected("hidden_states", expected, f"{x.dtype} and {x.device}")
         return ops.expert_linear(pad(x, layout), weight, layout, starts)
 
     def _compute_all_tokens(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

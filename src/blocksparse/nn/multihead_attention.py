@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.checks import in_autocast
 from .linear import Linear
 from .multi_weight import MultiWeightModule, Size
 from .padding import padded_to
@@ -193,14 +194,18 @@ class MultiheadAttention(MultiWeightModule):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether the inputs have a batch axis; raise a BlockSparseError unless their shapes fit."""
+        """Return whether the inputs have a batch axis; check shapes, dtypes and devices."""
         inputs = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        own = next(self.parameters())
         for name, (x, size) in inputs.items():
             if not isinstance(x, Tensor) or x.is_nested:
                 raise BlockSparseError.expected(name, "a dense tensor", type(x).__name__)
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
                 axes = "2 or 3 axes" if x is query else f"{query.dim()} axes"
                 raise BlockSparseError.expected(name, f"{axes}, the last of {size}", list(x.shape))
+            if (x.dtype != own.dtype and not in_autocast(x)) or x.device != own.device:
+                expected = f"the dtype and the device of the module, {own.dtype} and {own.device}"
+                raise BlockSparseError.expected(name, expected, f"{x.dtype} and {x.device}")
         batch = slice(0) if query.dim() == 2 else 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or query.shape[batch] != key.shape[batch]:
             got = ", ".join(str(list(x.shape)) for x in (query, key, value))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...checked import is_int, shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
+from ..checks import SUM_DTYPES
 from ..graph_layout import DynamicLayout
 
 
@@ -19,21 +20,8 @@ def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayou
 
     The row is 0, or the number of keys before the queries if the layout is that of the whole sequence.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
-        if tensor.dtype != q.dtype or tensor.device != q.device or not tensor.is_floating_point():
-            expected = f"floating point, the dtype and the device of q, {q.dtype} and {q.device}"
-            raise BlockSparseError.expected(name, expected, f"{tensor.dtype} and {tensor.device}")
-    batch, heads, queries, d = q.shape
-    if k.shape[0] != batch or k.shape[3] != d:
-        raise BlockSparseError.expected("k", f"[{batch}, heads, keys, {d}], as of q", list(k.shape))
-    if k.shape[1] != heads and (k.shape[1] == 0 or heads % k.shape[1]):
-        expected = f"[{batch}, {heads}, keys, {d}], as of q, or fewer heads that divide {heads}"
-        raise BlockSparseError.expected("k", expected, list(k.shape))
-    # Separate comparisons, because a graph with dynamic sizes has a node for each.
-    if v.shape[0] != batch or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
-        raise BlockSparseError.expected("v", f"[{batch}, {k.shape[1]}, {k.shape[2]}, d_v], as of k", list(v.shape))
+    check_tensors(q, k, v)
+    batch, heads, queries, _ = q.shape
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     if isinstance(layout, Sequence) and len(layouts) != heads:
         expected = f"one for each of {heads} heads, or for each of {batch} x {heads} heads and sequences"
@@ -50,6 +38,27 @@ def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayou
     if len(layouts) > 1 and not has_dynamic(layouts) and _all_equal(*layouts):
         layouts = layouts[:1]
     return layouts, rows.pop()
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise a BlockSparseError unless q, k and v have shapes, dtypes and devices that fit each other."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
+        if tensor.dtype not in SUM_DTYPES:
+            raise BlockSparseError.expected(name, "float32, float64, bfloat16 or float16", tensor.dtype)
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            expected = f"the dtype and the device of q, {q.dtype} and {q.device}"
+            raise BlockSparseError.expected(name, expected, f"{tensor.dtype} and {tensor.device}")
+    batch, heads, _, d = q.shape
+    if k.shape[0] != batch or k.shape[3] != d:
+        raise BlockSparseError.expected("k", f"[{batch}, heads, keys, {d}], as of q", list(k.shape))
+    if k.shape[1] != heads and (k.shape[1] == 0 or heads % k.shape[1]):
+        expected = f"[{batch}, {heads}, keys, {d}], as of q, or fewer heads that divide {heads}"
+        raise BlockSparseError.expected("k", expected, list(k.shape))
+    # Separate comparisons, because a graph with dynamic sizes has a node for each.
+    if v.shape[0] != batch or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        raise BlockSparseError.expected("v", f"[{batch}, {k.shape[1]}, {k.shape[2]}, d_v], as of k", list(v.shape))
 
 
 def _first_row(layout: BlockLayout, queries: int, keys: int) -> int:
@@ -86,14 +95,29 @@ def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseErr
     expected = f"the shape (queries, keys) = ({queries}, {keys})"
     if (rows, columns) != (queries, keys):
         expected += f" in whole blocks, ({rows}, {columns})"
+    whole = -(-keys // height) * height
     if rows <= layout.shape[0] and columns <= layout.shape[1]:
-        remedy = f"layout.crop({rows}, {columns}) has it"
-        if queries < keys:
-            whole = -(-keys // height) * height
-            remedy += f"; if the queries are the last ones, layout.crop({whole}, {columns})"
+        remedy = f"pass layout.crop({rows}, {columns})"
+        if rows < whole <= layout.shape[0]:
+            remedy = f"pass layout.crop({whole}, {columns}) if the queries are the last ones, else layout.crop({rows}, "
+            remedy += f"{columns})"
     else:
         remedy = "make a layout for the longest inputs, and use layout.crop(queries, keys) for others"
+    if block := _fitting_block(layout, queries, keys):
+        remedy += f"; if block_size was forgotten, {layout.grid[0]} x {layout.grid[1]} blocks need block_size={block}"
     return BlockSparseError.expected("layout", f"{expected}: {remedy}", repr(layout))
+
+
+def _fitting_block(layout: BlockLayout, queries: int, keys: int) -> int | None:
+    """Return the size of square blocks with which the layout's grid fits, a power of two if one does; else None."""
+    rows, columns = layout.grid
+    if columns < 2:
+        return None
+    low, high = -(-keys // columns), (keys - 1) // (columns - 1)
+    power = 1 << max(high.bit_length() - 1, 0)
+    block = power if power >= low else low
+    fits = low <= high and rows in (-(-queries // block), -(-keys // block))
+    return block if fits else None
 
 
 def check_window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:

@@ -14,13 +14,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...checked import integer, shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
+from ...patterns import dense
 from ..checks import accumulator
 from ..graph_layout import DynamicLayout
-from .arguments import check_lengths, check_operands
+from .arguments import check_lengths, check_operands, check_tensors
 
 
 def topk_blocks(
-    q: Tensor, k: Tensor, layout: BlockLayout, blocks: int, *, lengths: Tensor | Sequence[int] | None = None
+    q: Tensor,
+    k: Tensor,
+    layout: BlockLayout | None,
+    blocks: int,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    block_size: int | tuple[int, int] | None = None,
 ) -> list[BlockLayout]:
     """Choose for each block of queries the blocks of keys with the largest scores, for `bs.nn.attention`.
 
@@ -28,15 +35,19 @@ def topk_blocks(
     is always chosen; in decoding, with fewer rows than columns, add the query's own block to the choice by
     `layout | own`. The choice has no gradient.
 
+    A score of NaN counts as the largest one, as in `torch.topk`, so that a NaN in a key shows in the result. The number
+    of chosen blocks does not depend on the data.
+
     Args:
         q: `[batch, heads, queries, d]`.
         k: `[batch, key heads, keys, d]`.
-        layout: the blocks to choose from, such as `bs.patterns.dense` or, if attention is causal, a causal pattern;
-            its shape is (queries, keys), rounded up to whole blocks.
+        layout: the blocks to choose from, None for all; if attention is causal, a causal pattern. Its shape is
+            (queries, keys), rounded up to whole blocks.
         blocks: how many to choose per row; rows with fewer blocks keep all.
         lengths: `[batch]`, the number of keys of each sequence, as for `bs.nn.attention`. Later keys do not count in
             means, and blocks of these alone are chosen last. With as many queries as keys, later queries do not count
             either.
+        block_size: the block of a layout of None, an int or (queries, keys); 64 by default.
 
     Returns:
         A layout per sequence and head, `batch * heads` of them. In a compiled graph these are inputs of the graph,
@@ -57,14 +68,19 @@ def topk_blocks(
 
     Source: Lu et al., MoBA: mixture of block attention for long-context LLMs (2025).
     """
+    check_tensors(q, k, k)
+    if layout is None:
+        layout = _ALL_BLOCKS[_key_of_all_blocks(q.shape[2], k.shape[2], 64 if block_size is None else block_size)]
+    elif block_size is not None:
+        raise BlockSparseError.expected("block_size", "None if a layout is given", block_size)
     check_layout(layout)
     _, row = check_operands(q, k, k, layout)
     if not q.shape[0] or not q.shape[1]:
         raise BlockSparseError.expected("q", "1 or more sequences and heads", list(q.shape))
     blocks = integer("blocks", blocks, 1)
     if row:
-        got = f"{q.shape[2]} queries and {k.shape[2]} keys"
-        raise BlockSparseError.expected("q", "as many queries as the layout has rows (pass layout[first:])", got)
+        expected = "as many queries as the layout has rows (pass layout[first:], or a layout of smaller blocks)"
+        raise BlockSparseError.expected("q", expected, f"{q.shape[2]} queries and {k.shape[2]} keys")
     lengths = check_lengths(lengths, q, k.shape[2])
     if torch.compiler.is_dynamo_compiling():
         _candidates_while_tracing(layout, blocks, q.device)
@@ -78,6 +94,25 @@ def topk_blocks(
         raise BlockSparseError.expected("q and k", expected, f"{shape_of(q)} on {q.device}")
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(candidates.crow.cpu().numpy()))
     return [BlockLayout.from_indices(rows, col, layout.grid, layout.block_shape) for col in cols.cpu().numpy()]
+
+
+# Layouts that store all blocks, by (rows, columns, block height, block width).
+_ALL_BLOCKS: dict[tuple[int, int, int, int], BlockLayout] = {}
+
+
+def _key_of_all_blocks(queries: int, keys: int, block_size: int | tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return the key in `_ALL_BLOCKS` of the layout of these lengths, rounded up to whole blocks, and put it there."""
+    height, width = BlockLayout([[True]], block_size).block_shape
+    key = -(-queries // height) * height, -(-keys // width) * width, height, width
+    if key not in _ALL_BLOCKS:
+        if len(_ALL_BLOCKS) >= 64:
+            _ALL_BLOCKS.pop(next(iter(_ALL_BLOCKS)))
+        _ALL_BLOCKS[key] = dense(key[:2], key[2:])
+    return key
+
+
+# Dynamo calls this function, because it cannot trace how layouts are made. It looks them up in the dict itself.
+_key_of_all_blocks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Candidates(NamedTuple):
@@ -133,8 +168,9 @@ def _chosen_columns(
         first = torch.arange(layout.grid[1], device=q.device) * width
         scores = scores.masked_fill(first >= lengths[:, None, None, None], -torch.inf)
     scores = scores.flatten(0, 1)
-    # NaN and infinity in the data change which blocks are chosen, not how many.
-    scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    # Finite, because -inf marks blocks that are no candidates, and inf the query's own.
+    limits = torch.finfo(scores.dtype)
+    scores = scores.nan_to_num(nan=limits.max, posinf=limits.max, neginf=limits.min)
     if layout.grid[0] == layout.grid[1]:
         own = torch.eye(layout.grid[0], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(own, torch.inf)
