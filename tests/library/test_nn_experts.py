@@ -247,6 +247,51 @@ def test_dense_experts_of_any_size(out, in_, dtype):
         assert (y.double() - exact).norm() < (2e-6 if dtype == torch.float32 else 1e-14) * exact.norm()
 
 
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_transforms_of_torch_func(density):
+    """The router is inside of the transform: each sample chooses its own experts."""
+    experts = bs.nn.Experts(4, 16, 24, density=density, block_size=8, dtype=torch.float64)
+    parameters, router = dict(experts.named_parameters()), torch.randn(16, 4, dtype=torch.float64)
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+
+    def loss(parameters, x):
+        weights, index = (x @ router).softmax(-1).topk(2)
+        return torch.func.functional_call(experts, parameters, (x, index, weights)).sin().sum()
+
+    samples = [one.clone().requires_grad_() for one in x]
+    leaves = [*parameters.values()]
+    expected = [torch.autograd.grad(loss(parameters, one), [*leaves, one], create_graph=True) for one in samples]
+    of_parameters, of_x = torch.vmap(torch.func.grad(loss, (0, 1)), (None, 0))(parameters, x)
+    for own, *right in zip([*of_parameters.values(), of_x], *expected, strict=True):
+        close(own, torch.stack(right))
+    twice = torch.func.jacrev(torch.func.jacrev(loss, 1), 1)(parameters, x[0]).flatten(0, 1)
+    for own, number in zip(twice, expected[0][-1].flatten(), strict=True):
+        close(own, torch.autograd.grad(number, samples[0], retain_graph=True)[0])
+    close(torch.vmap(loss, (None, 0))(parameters, x), torch.stack([loss(parameters, one) for one in x]))
+
+
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_bad_calls_are_refused_by_name(density):
+    experts = bs.nn.Experts(4, 16, 24, density=density, block_size=8)
+    x, index, weights = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    for arguments, message in [
+        ((None, index, weights), r"hidden_states: expected a tensor \[tokens, 16\], got NoneType"),
+        ((x.tolist(), index, weights), r"hidden_states: expected a tensor \[tokens, 16\], got list"),
+        ((x[:, :8], index, weights), r"hidden_states: expected a tensor \[tokens, 16\], got \[3, 8\]"),
+        (
+            (x.double(), index, weights),
+            "hidden_states: expected the dtype and the device of the experts, torch.float32",
+        ),
+        ((x.to("meta"), index, weights), "hidden_states: expected the dtype and the device of the experts"),
+        ((x, None, weights), r"top_k_index: expected a tensor \[3, k\], got NoneType"),
+        ((x, index.float(), weights), "top_k_index: expected integers"),
+        ((x, index, weights[:2]), r"top_k_weights: expected a tensor \[3, k\], got \[2, 2\]"),
+        ((x, index, weights.to(torch.complex64)), "top_k_weights: expected real numbers, got torch.complex64"),
+    ]:
+        with pytest.raises(BlockSparseError, match=message):
+            experts(*arguments)
+
+
 def test_a_name_of_an_activation_is_refused():
     with pytest.raises(BlockSparseError, match=r"act_fn.*elementwise function.*'silu'"):
         bs.nn.Experts(2, 8, 8, act_fn="silu")
