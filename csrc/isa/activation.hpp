@@ -15,9 +15,7 @@ struct Exponential {
 };
 BLOCKSPARSE_INLINE Exponential exponential_parts(Vector<float> x) {
   using V = Vector<float>;
-  const V low = broadcast(-87.3f), high = broadcast(88.3f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
+  x = clamped(x, broadcast(-87.3f), broadcast(88.3f));
   const V magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the lowest bits
   const V shifted = x * 1.44269504088896341f + magic;
   const V n = shifted - magic;

@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -94,6 +94,18 @@ BLOCKSPARSE_INLINE Vector<float> fused_multiply_add(Vector<float> a, Vector<floa
 #endif
 }
 #endif
+
+// Return v, at least `low` and at most `high`; NaN stays NaN. Compilers make a comparison and a blend of each bound.
+BLOCKSPARSE_INLINE Vector<float> clamped(Vector<float> v, Vector<float> low, Vector<float> high) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(high, _mm512_max_ps(low, v));
+#elif defined(__AVX2__) && !defined(BLOCKSPARSE_EMULATED_VECTORS)
+  return _mm256_min_ps(high, _mm256_max_ps(low, v));
+#else
+  v = v < low ? low : v;
+  return v > high ? high : v;
+#endif
+}
 
 template <class V, size_t... I>
 BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequence<I...>) {
