@@ -16,6 +16,7 @@ struct TimeSteps {
 
   int64_t at(int64_t nth) const { return reverse ? count - 1 - nth : nth; }
   int64_t rows(int64_t t) const { return start[t + 1] - start[t]; }
+  bool aligned() const { return count == 0 || rows(count - 1) == rows(0); }
 };
 
 // A weight [out, in] and the tasks of its product x W^T, or x W if transposed.
@@ -31,7 +32,8 @@ void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weig
              void* y);
 
 // A state through time: the state before and after each step, [rows, hidden]. `final` is the last state of each
-// sequence; null if each step reads its input where the step before wrote its output.
+// sequence; null if each step reads its input where the step before wrote its output. Without `before`, `final` holds
+// the initial state at first. Without both, each step overwrites it.
 struct StatePath {
   OutputRows before, after;
   void* final;  // [batch, hidden]
@@ -59,7 +61,7 @@ struct StepRows {
 
 // `z_of` computes z [rows, 4 hidden] of a step from its h.
 void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
-                   const std::function<InputRows(StepRows)>& z_of);
+                   const std::function<InputRows(StepRows, const InputRows&)>& z_of);
 
 // `to_h` writes the gradient at the h that a step reads into `grad_h`, from `grad_pre`.
 void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedBackward& data,

@@ -7,16 +7,29 @@
 namespace blocksparse {
 namespace {
 
-// Pass the state on from one step to the next. Sequences that have ended keep their final state; those that have not
-// begun keep their initial state.
-void advance(const StatePath& state, int64_t hidden, int64_t size, StepRows step, StepRows next) {
+// Return the state that the nth step reads.
+InputRows state_before(const StatePath& state, const TimeSteps& steps, int64_t nth, int64_t hidden, int64_t size) {
+  if (state.before.data) return read_only(from(state.before, steps.start[steps.at(nth)], size));
+  if (!state.after.data || nth == 0 || !steps.aligned()) return {state.final, hidden};
+  return read_only(from(state.after, steps.start[steps.at(nth - 1)], size));
+}
+
+// Return where the nth step writes the state.
+OutputRows state_after(const StatePath& state, const TimeSteps& steps, int64_t nth, int64_t hidden, int64_t size) {
+  return state.after.data ? from(state.after, steps.start[steps.at(nth)], size) : OutputRows{state.final, hidden};
+}
+
+// Pass the state on from the nth step to the next. Sequences that have ended keep their final state; those that have
+// not begun keep their initial state.
+void advance(const StatePath& state, const TimeSteps& steps, int64_t nth, int64_t hidden, int64_t size) {
+  const bool last = nth + 1 == steps.count;
+  if (!state.final || !state.after.data || (!state.before.data && !last && steps.aligned())) return;
   char* final = static_cast<char*>(state.final);
-  if (!final) return;
-  const int64_t bytes = hidden * size;
-  for (int64_t r = 0; r < step.count; ++r)
-    std::memcpy(final + r * bytes, from(state.after, step.at + r, size).data, bytes);
-  for (int64_t r = 0; r < next.count; ++r)
-    std::memcpy(from(state.before, next.at + r, size).data, final + r * bytes, bytes);
+  const int64_t bytes = hidden * size, t = steps.at(nth), following = last ? t : steps.at(nth + 1);
+  for (int64_t r = 0; r < steps.rows(t); ++r)
+    std::memcpy(final + r * bytes, from(state.after, steps.start[t] + r, size).data, bytes);
+  for (int64_t r = 0; !last && state.before.data && r < steps.rows(following); ++r)
+    std::memcpy(from(state.before, steps.start[following] + r, size).data, final + r * bytes, bytes);
 }
 
 }  // namespace
@@ -30,20 +43,18 @@ void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weig
 }
 
 void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
-                   const std::function<InputRows(StepRows)>& z_of) {
+                   const std::function<InputRows(StepRows, const InputRows&)>& z_of) {
   const int64_t hidden = data.hidden, size = size_of(dtype), wide = size_of_sum(dtype);
   for (int64_t nth = 0; nth < steps.count; ++nth) {
     const int64_t t = steps.at(nth), at = steps.start[t];
     const StepRows step = {at, steps.rows(t)};
-    const InputRows z = z_of(step);
+    const InputRows z = z_of(step, state_before(data.h, steps, nth, hidden, size));
     gates_forward(isa, dtype, step.count,
-                  {hidden, z, from(data.add, at, size), data.gain, read_only(from(data.c.before, at, wide)),
-                   from(data.h.after, at, size), from(data.c.after, at, wide), from(data.gates, at, size)});
-    const bool last = nth + 1 == steps.count;
-    const int64_t following = last ? t : steps.at(nth + 1);
-    const StepRows next = {steps.start[following], last ? 0 : steps.rows(following)};
-    advance(data.h, hidden, size, step, next);
-    advance(data.c, hidden, wide, step, next);
+                  {hidden, z, from(data.add, at, size), data.gain, state_before(data.c, steps, nth, hidden, wide),
+                   state_after(data.h, steps, nth, hidden, size), state_after(data.c, steps, nth, hidden, wide),
+                   from(data.gates, at, size)});
+    advance(data.h, steps, nth, hidden, size);
+    advance(data.c, steps, nth, hidden, wide);
   }
 }
 
@@ -70,8 +81,7 @@ void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& ste
 void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                   const GatedForward& data, void* z, const MultipliedForward* multiplied) {
   const int64_t hidden = data.hidden, size = size_of(dtype);
-  gated_forward(isa, dtype, steps, data, [&](StepRows step) {
-    InputRows x = read_only(from(data.h.before, step.at, size));
+  gated_forward(isa, dtype, steps, data, [&](StepRows step, InputRows x) {
     if (multiplied) {
       const OutputRows of_h = from(OutputRows{multiplied->of_h, hidden}, step.at, size);
       const OutputRows m = from(OutputRows{multiplied->m, hidden}, step.at, size);
@@ -106,7 +116,7 @@ void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& ste
   for (int64_t nth = 0; nth < steps.count; ++nth) {
     const int64_t t = steps.at(nth), at = steps.start[t];
     const StepRows step = {at, steps.rows(t)};
-    const InputRows h = read_only(from(data.h.before, at, size));
+    const InputRows h = state_before(data.h, steps, nth, hidden, size);
     product(isa, dtype, weight, step.count, h, z);
     hidden_gates_forward(isa, dtype, step.count,
                          {data.kind,
@@ -115,10 +125,8 @@ void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& ste
                           from(data.add, at, size),
                           data.bias,
                           h,
-                          from(data.h.after, at, size)});
-    const bool last = nth + 1 == steps.count;
-    const int64_t following = last ? t : steps.at(nth + 1);
-    advance(data.h, hidden, size, step, {steps.start[following], last ? 0 : steps.rows(following)});
+                          state_after(data.h, steps, nth, hidden, size)});
+    advance(data.h, steps, nth, hidden, size);
   }
 }
 

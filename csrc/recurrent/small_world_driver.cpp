@@ -30,9 +30,8 @@ void small_world_forward(const InstructionSet& isa, DType dtype, const TimeSteps
                          const SmallWorldWeights& weights, const GatedForward& data, const SmallWorldForward& units) {
   const int64_t hidden = data.hidden, size = size_of(dtype), depth = int64_t(weights.weights.size()) - 1;
   const InputRows none = {nullptr, 0}, y = {units.y, hidden};
-  gated_forward(isa, dtype, steps, data, [&](StepRows step) {
+  gated_forward(isa, dtype, steps, data, [&](StepRows step, InputRows x) {
     const KeptRows kept(units.norms, dtype, hidden, steps, step);
-    InputRows x = read_only(from(data.h.before, step.at, size));
     for (int64_t k = 0; k < depth; ++k) {
       const OutputRows given = kept.units(units.norms.given, k);
       product(isa, dtype, weights.weights[k], step.count, x, units.y);

@@ -79,9 +79,10 @@ class LSTM(Recurrent):
     ) -> tuple[Any, State]:
         """Return (outputs, (h, c)) by the fastest way that can serve the call.
 
-        These are a single step in inference, PyTorch's LSTM for dense weights, or the general forward pass.
+        These are one call of the compiled core per layer in inference, PyTorch's LSTM for dense weights, or the general
+        forward pass.
         """
-        result = self._one_step(input, hx) if table is None else None
+        result = self._fast_inference(input, hx) if table is None else None
         if result is not None:
             return result
         x = input.data if isinstance(input, PackedSequence) else input
@@ -101,16 +102,18 @@ class LSTM(Recurrent):
             )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 
-    def _one_step(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
-        """Compute one step in inference on the CPU, or return None if the call needs the general forward pass.
+    def _fast_inference(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
+        """Run all steps in inference on the CPU, or return None if the call needs the general forward pass.
 
-        The general pass takes longer than the products of a thousand units.
+        For one step, the general pass takes longer than the products of a thousand units.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 3:
             return None
         steps, batch = x.shape[1::-1] if self.batch_first else x.shape[:2]
         padded = self._hidden.padded != self.hidden_size
-        if steps != 1 or padded or self.bidirectional or self.proj_size or (self.dropout and self.training):
+        if x.numel() == 0 or (self.batch_first and steps > 1) or (self.dropout and self.training):
+            return None
+        if padded or self.bidirectional or self.proj_size:
             return None
         check_states(hx)
         tensors, layers = [x, *(hx or ())], []
@@ -124,7 +127,7 @@ class LSTM(Recurrent):
             tensors += [input_weight, weight, *biases]
         if not can_bypass_dispatcher(*tensors, plain_call=True):
             return None
-        result = cpu.lstm_step_fast(x, *self._initial_states(hx, batch, x, x), layers)
+        result = cpu.lstm_fast(x, *self._initial_states(hx, batch, x, x), layers)
         if result is None:
             return None
         y, h, c = result

@@ -221,8 +221,8 @@ class ColwiseLSTM:
             return y._replace(data=data), states
         return sharding.wrap_output(data), states
 
-    def _one_step(self, x: Any, hx: Any) -> None:
-        """Decline the fast path of a single step, which needs all units on one rank."""
+    def _fast_inference(self, x: Any, hx: Any) -> None:
+        """Decline the fast path of inference, which needs all units on one rank."""
 
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps

@@ -99,26 +99,25 @@ def hidden_forward(
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
 
 
-def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return y and the states of one usual step of stacked LSTMs without gradients; None if only `forward` can run it.
+def lstm_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return y and the states of a usual call of stacked LSTMs without gradients; None if only `forward` can run it.
 
     `linear.cpu.linear_fast` computes the products of the inputs.
 
     Args:
-        x: `[1, batch, input]` or `[batch, 1, input]`; y has the same leading axes.
+        x: `[steps, batch, input]`; if there is one step, the first two axes may be swapped. y has the same axes.
         h, c: the states `[layers, batch, hidden]`, which are not changed.
         layers: for each layer V and its layout, the biases, W and its layout.
     """
     shape, dtype = h.shape, x.dtype
     _, batch, hidden = shape
-    h_before, c_before = address_or_zero(h, shape, dtype), address_or_zero(c, shape, SUM_DTYPES.get(dtype, dtype))
-    if not (h_before and c_before):
+    if not (address_or_zero(h, shape, dtype) and address_or_zero(c, shape, SUM_DTYPES.get(dtype, dtype))):
         return None
     core, isa, _ = cpu_core.arguments()
-    (h_final, h_after), (c_final, c_after) = cpu_core.allocate(shape, h), cpu_core.allocate(shape, c)
-    gates = 4 * batch * hidden
-    z = working_memory(gates * x.element_size())
-    of_h, of_c = (batch * hidden * state.element_size() for state in (h, c))  # bytes from one layer to the next
+    h, c = h.clone(), c.clone()
+    rows, of_h, of_c = x.numel() // x.shape[-1], batch * hidden * h.element_size(), batch * hidden * c.element_size()
+    h_final, c_final, step = h.data_ptr(), c.data_ptr(), _starts(tuple(range(0, rows + 1, batch)))
+    z = working_memory(4 * batch * hidden * x.element_size())
     y = x
     for input_values, input_layout, biases, values, layout in layers:
         values = values.data  # as in `linear`
@@ -128,17 +127,17 @@ def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> 
         )
         bias = torch.add(*biases) if biases else None
         pre = linear_fast(y, input_values, bias, input_layout, False, None) if address and tasks else None
-        if pre is None or pre.numel() != gates:
+        if pre is None or pre.numel() != 4 * rows * hidden:
             return None
         y, y_address = cpu_core.allocate((*x.shape[:-1], hidden), x)
         core.lstm_forward(
-            isa=isa, dtype=cpu_core.DTYPES[dtype], rows=batch, hidden=hidden, step=_starts((0, batch)), reverse=False,
-            weights=[(address, tasks)], z=z.data_ptr(), pre=(pre.data_ptr(), 4 * hidden), index=0,
-            h_before=(h_before, hidden), h_after=(y_address, hidden), h_final=h_after,
-            c_before=(c_before, hidden), c_after=(c_after, hidden), c_final=0, gates=(0, 0),
+            isa=isa, dtype=cpu_core.DTYPES[dtype], rows=rows, hidden=hidden, step=step, reverse=False,
+            weights=[(address, tasks)], z=z.data_ptr(), pre=(pre.data_ptr(), 4 * hidden), index=0, gates=(0, 0),
+            h_before=(0, 0), h_after=(y_address, hidden), h_final=h_final,
+            c_before=(0, 0), c_after=(0, 0), c_final=c_final,
         )  # fmt: skip
-        h_before, h_after, c_before, c_after = h_before + of_h, h_after + of_h, c_before + of_c, c_after + of_c
-    return y, h_final, c_final
+        h_final, c_final = h_final + of_h, c_final + of_c
+    return y, h, c
 
 
 def backward(
