@@ -1,5 +1,7 @@
 """Layout changes in place: values and optimizer state follow."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
 from blocksparse.sparsity.selection import mark_smallest
-from blocksparse.sparsity.sparse_training.growth import draw_unused
+from blocksparse.sparsity.sparse_training.growth import _draw_in_rows, draw_unused
 from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -253,3 +255,29 @@ def test_unused_places_of_a_grid_too_large_to_list():
     keys, _ = draw_unused(taken, (10**6, 10**6), 50_000, np.random.default_rng(0))
     assert len(np.unique(keys)) == 50_000
     assert not np.isin(keys, taken).any()
+
+
+def test_places_in_rows_are_equally_likely():
+    """The first row has 4 free places and gets 1 block; the second has 3 and gets 2."""
+    rng, counts = np.random.default_rng(0), Counter()
+    for _ in range(6000):
+        counts[tuple(_draw_in_rows(np.array([1, 5, 6]), np.array([0, 1, 1]), (2, 5), np.arange(5), rng).tolist())] += 1
+    assert set(counts) == {(first, *pair) for first in (0, 2, 3, 4) for pair in ((7, 8), (7, 9), (8, 9))}
+    assert min(counts.values()) > 400  # of 500 expected
+
+
+def test_rows_get_the_requested_number_of_places_outside_of_padding():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        grid = rows, columns = tuple(rng.integers(1, 9, 2).tolist())
+        free = rng.random(grid) < rng.random()
+        inner = np.flatnonzero(rng.random(columns) < 0.7)
+        wanted = rng.integers(0, free.sum(1) + 1)
+        drawn = _draw_in_rows(np.flatnonzero(~free), np.repeat(np.arange(rows), wanted), grid, inner, rng)
+        mask = np.zeros(grid, dtype=bool)
+        mask.flat[drawn] = True
+        assert (np.diff(drawn) > 0).all()
+        assert (mask.sum(1) == wanted).all()
+        assert not (mask & ~free).any()
+        fits = wanted <= free[:, inner].sum(1)
+        assert (mask[:, inner].sum(1) == wanted)[fits].all()

@@ -135,19 +135,25 @@ def _draw_in_rows(
 ) -> np.ndarray:
     """Draw a free place in each of these rows, in several if a row is repeated; see `draw_unused`.
 
-    Places outside of `columns`, which are padding, are drawn only if a row has no other.
+    Places outside of `columns`, which are padding, are drawn only in rows with too few others.
     """
-    starts = np.searchsorted(taken, np.arange(grid[0] + 1) * grid[1])
-    lines, counts = np.unique(rows, return_counts=True)
-    drawn = []
-    for row, count in zip(lines.tolist(), counts.tolist(), strict=True):
-        free = np.ones(grid[1], dtype=bool)
-        free[taken[starts[row] : starts[row + 1]] - row * grid[1]] = False
-        inside = np.zeros(grid[1], dtype=bool)
-        inside[columns] = free[columns]
-        choices = np.flatnonzero(inside if np.count_nonzero(inside) >= count else free)
-        drawn.append(row * grid[1] + np.sort(generator.choice(choices, count, replace=False)))
-    return np.concatenate([np.empty(0, dtype=np.int64), *drawn])
+    counts = np.bincount(rows, minlength=grid[0])
+    if columns.size < grid[1]:
+        lines, cols = np.divmod(taken, grid[1])
+        inside = np.isin(cols, columns)
+        fits = (counts + np.bincount(lines[inside], minlength=grid[0]) <= columns.size)[rows]
+        inner = lines[inside] * columns.size + np.searchsorted(columns, cols[inside])
+        every = np.arange(grid[1])
+        places = _draw_in_rows(inner, rows[fits], (grid[0], columns.size), every[: columns.size], generator)
+        lines, cols = np.divmod(places, columns.size)
+        others = _draw_in_rows(taken, rows[~fits], grid, every, generator)
+        return np.sort(np.concatenate([lines * grid[1] + columns[cols], others]))
+    # Free places have numbers; those of a row begin after the free places of the rows before.
+    starts = np.arange(grid[0] + 1) * grid[1]
+    starts -= np.searchsorted(taken, starts)
+    drawn = _draw_distinct_in_ranges(generator, starts, counts)
+    drawn += np.searchsorted(taken - np.arange(taken.size), drawn, side="right")
+    return drawn
 
 
 def _draw_in_rows_by_score(logarithms: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -318,6 +324,34 @@ def _draw_distinct(generator: np.random.Generator, population: int, count: int) 
         is_new = drawn[np.minimum(at, drawn.size - 1)] != more
         drawn = np.insert(drawn, at[is_new], more[is_new])
     return drawn
+
+
+def _draw_distinct_in_ranges(generator: np.random.Generator, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Draw different ints from adjacent ranges, each choice equally likely; return all, sorted.
+
+    Args:
+        generator: source of the random numbers.
+        starts: rising, int64 `[ranges + 1]`; a range ends where the next one starts.
+        counts: how many to draw from each range.
+    """
+    sizes = np.diff(starts)
+    by_rest = 2 * counts > sizes  # it takes fewer draws to choose those that are left out
+    missing = targets = np.where(by_rest, sizes - counts, counts)
+    drawn = np.empty(0, dtype=np.int64)
+    while missing.any():
+        more = generator.integers(np.repeat(starts[:-1], missing), np.repeat(starts[1:], missing))
+        drawn = np.sort(np.concatenate([drawn, more]))
+        drawn = drawn[np.diff(drawn, prepend=-1) != 0]
+        missing = targets - np.diff(np.searchsorted(drawn, starts))
+    if not by_rest.any():
+        return drawn
+    ranges = np.flatnonzero(by_rest)
+    ends = sizes[ranges].cumsum()
+    whole = np.repeat(starts[ranges + 1] - ends, sizes[ranges]) + np.arange(ends[-1])
+    # A number that occurs once is drawn from a range of few draws, or left of a whole range.
+    both = np.sort(np.concatenate([drawn, whole]))
+    differs = np.diff(both, prepend=-1, append=-1) != 0
+    return both[differs[1:] & differs[:-1]]
 
 
 def _draw_sorted(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
