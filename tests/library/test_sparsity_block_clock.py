@@ -10,6 +10,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.checked import BLOCK_AGE
 from blocksparse.sparsity import BlockClock
+from blocksparse.sparsity.sparse_training import block_clock
 from loops import update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -211,3 +212,10 @@ def test_bad_arguments():
     BlockClock(adam)
     with pytest.raises(bs.BlockSparseError, match="this Adam has a BlockClock already"):
         BlockClock(adam)
+
+
+def test_bias_corrections_of_many_blocks_are_those_of_each():
+    ages = torch.randint(1, 50, (200, 1, 1)).double()
+    for count in (1, 10, 200):
+        found = block_clock._bias_correction(0.999, ages[:count], torch.float32)
+        torch.testing.assert_close(found, (1 - 0.999 ** ages[:count]).float(), rtol=1e-6, atol=0)

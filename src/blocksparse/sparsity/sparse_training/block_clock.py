@@ -13,6 +13,7 @@ from torch import Tensor
 from ...checked import BLOCK_AGE, integer
 from ...errors import BlockSparseError
 from ...surgery.optimizer import clocked, has_block_clock, is_optimizer, unwrapped
+from ...surgery.rows import put_rows, take_rows
 from ...surgery.sharding import local_of
 from ..updates import was_skipped
 from .sgd import SGD
@@ -109,7 +110,7 @@ class BlockClock:
                     continue
                 young = self._young_blocks(parameter, local_of(ages), min(limit, MAX_AGE))
                 if young.numel():
-                    self._before[parameter] = young, local_of(parameter.detach())[young]
+                    self._before[parameter] = young, take_rows(local_of(parameter.detach()), young)
 
     def _young_blocks(self, parameter: Tensor, ages: Tensor, limit: int) -> Tensor:
         """Return the positions of the blocks below an age.
@@ -140,13 +141,13 @@ class BlockClock:
     ) -> None:
         """Set the values of young blocks to those of a step at their own ages, from the values before the step."""
         ages, values = local_of(state[BLOCK_AGE]), local_of(parameter.detach())
-        age = _read(ages)[young] + 1
+        age = _read(take_rows(ages, young)) + 1
         ages[young] = torch.stack([age % 256, age // 256], 1).to(ages.dtype)
         known = self._young[parameter]
         known.steps, known.version = known.steps - 1, ages._version
         age = age.double().view(-1, *[1] * (values.dim() - 1))
         own = {
-            name: _widened(local_of(each)[young])
+            name: _widened(take_rows(local_of(each), young))
             for name, each in state.items()
             if isinstance(each, Tensor) and each.shape == parameter.shape
         }
@@ -154,17 +155,17 @@ class BlockClock:
         wide = _widened(old)
         rate = rate.to(wide.dtype)
         if self._updates is None:
-            new = wide + rate * (_widened(values[young]) - wide)
+            new = wide + rate * (_widened(take_rows(values, young)) - wide)
         else:
             rate = float(group["lr"]) * rate
-            grad, decay = _widened(local_of(parameter.grad)[young]), float(group["weight_decay"])  # type: ignore[arg-type]
+            grad, decay = _widened(take_rows(local_of(parameter.grad), young)), float(group["weight_decay"])  # type: ignore[arg-type]
             grad = -grad if group.get("maximize") else grad
             if group.get("decoupled_weight_decay"):
                 wide = wide * (1 - rate * decay)
             elif decay:
                 grad = grad + decay * wide
             new = wide - rate * self._updates(group, own, grad, age)
-        values[young] = new.to(values.dtype)
+        put_rows(values, young, new)
 
 
 @dataclass
@@ -191,8 +192,16 @@ def settling_time(group: Group) -> int:
 def _adam(group: Group, state: State, grad: Tensor, age: Tensor) -> Tensor:
     """Return Adam's step at these ages, for a learning rate of 1; the moments are those after the step."""
     mean, squares = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    correction1, correction2 = ((1 - float(beta) ** age).to(mean.dtype) for beta in group["betas"])
+    correction1, correction2 = (_bias_correction(float(beta), age, mean.dtype) for beta in group["betas"])
     return mean / correction1 / ((squares / correction2).sqrt() + group["eps"])
+
+
+def _bias_correction(beta: float, age: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 - beta^age."""
+    if age.device.type != "cpu" or (oldest := int(age.max())) >= age.numel():
+        return (1 - beta**age).to(dtype)
+    ages = torch.arange(oldest + 1, dtype=age.dtype)  # fewer powers than one for each block
+    return (1 - beta**ages).to(dtype)[age.long()]
 
 
 def _nadam(group: Group, state: State, grad: Tensor, age: Tensor) -> Tensor:
