@@ -152,7 +152,7 @@ def _draw_in_rows(
     starts = np.arange(grid[0] + 1) * grid[1]
     starts -= np.searchsorted(taken, starts)
     drawn = _draw_distinct_in_ranges(generator, starts, counts)
-    drawn += np.searchsorted(taken - np.arange(taken.size), drawn, side="right")
+    drawn += _count_up_to(taken - np.arange(taken.size), drawn)
     return drawn
 
 
@@ -217,10 +217,15 @@ def draw_unused(
     drawn = _draw_distinct(generator, grid[0] * grid[1] - taken.size, count)
     free_before = np.arange(taken.size)
     np.subtract(taken, free_before, out=free_before)
-    places = np.searchsorted(free_before, drawn, side="right")
+    places = _count_up_to(free_before, drawn)
     drawn += places
     places += np.arange(count)
     return drawn, places
+
+
+def _count_up_to(numbers: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return how many of the rising numbers are at most each bound, on PyTorch's threads."""
+    return torch.searchsorted(torch.from_numpy(numbers), torch.from_numpy(bounds), right=True).numpy()
 
 
 def move_to_empty_lines(
