@@ -21,7 +21,8 @@ def draw(rng: Random, most: int | None = None) -> dict:
     block = rng.choice(BLOCKS)
     keys = rng.choice((1, 5, 31, 32, 33, 64, 100, 150))
     queries = keys if most is None and rng.random() < 0.5 else rng.randint(1, min(keys, most or keys))
-    heads, shared = rng.choice(((1, 1), (2, 1), (3, 3), (4, 2), (8, 1), (6, 3), (8, 8)))
+    ratio, shared = rng.choice((1, 1, 2, 2, 3, 4, 5, 6, 7, 8)), rng.choice((1, 1, 2, 3))
+    heads = ratio * shared
     batch = rng.randint(1, 3)
     whole = queries < keys and rng.random() < 0.7
     case = {
@@ -31,7 +32,7 @@ def draw(rng: Random, most: int | None = None) -> dict:
         "whole": whole or math.ceil(queries / block[0]) == math.ceil(keys / block[0]),
         "batch": batch,
         "heads": (heads, shared),
-        "d": (rng.choice((1, 3, 16, 40)), rng.choice((1, 8, 16, 20))),
+        "d": tuple(rng.choice((1, 3, 8, 16, 40, rng.randint(1, 256))) for _ in range(2)),
         "density": rng.choice((0.2, 0.6, 1.0)),
         "per_head": rng.random() < 0.2,
         "causal": rng.random() < 0.5,
@@ -160,9 +161,19 @@ def test_random_combinations(start, backend):
         check(draw(Random(number)), number, twice=number % 5 == 0)
 
 
+def test_draws_have_every_ratio_of_heads_and_sizes_of_any_kind():
+    cases = [draw(Random(number)) for number in range(100, 2100)]
+    assert {heads // shared for heads, shared in (case["heads"] for case in cases)} == set(range(1, 9))
+    sizes = {d for case in cases for d in case["d"]}
+    assert {1, 256} <= sizes
+    assert len(sizes) > 200
+    assert sum(case["keys"] % case["block"][1] > 0 for case in cases) > 500
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("start", range(100, 2100, 100))
 def test_many_random_combinations(start, backend):
+    """2,000 draws on each backend: 1 to 256 features, 1 to 8 query heads per head of keys."""
     for number in range(start, start + 100):
         check(draw(Random(number)), number, twice=number % 5 == 0)
 

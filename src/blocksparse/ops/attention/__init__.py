@@ -135,7 +135,7 @@ def attention(
         documents = check_documents(cu_seqlens, queries, keys, q.device)
         spans = data_spans(queries, keys, left, right, documents, check_lengths(lengths, q, keys))
     rules = Rules(row, left, right, spans, scale, cap, p, draw_seed(p, q.device))
-    first = min(integer("sink_tokens", sink_tokens, 0), keys)
+    first = integer("sink_tokens", sink_tokens, 0)
     if first and cu_seqlens is not None:
         raise BlockSparseError.expected("sink_tokens", "0 for packed documents", sink_tokens)
     if first and left is not None:
@@ -156,14 +156,34 @@ def _attention_with_sink_tokens(
         inside = window_spans(q.shape[2], k.shape[2], rules.left, rules.right, q.device)[:, None]
     y, lse = run_attention(q, k, v, layouts, rules, None, return_lse=True)
     width = max(layout.block_shape[1] for layout in layouts)
-    keys = min(-(-first // width) * width, k.shape[2])
+    visible = -(-first // width) * width
+    keys = min(visible, k.shape[2])
     start, end = inside.unbind(0)
     before = torch.stack([torch.zeros_like(start), start.minimum(end).clamp(max=first)])
-    crops = [layout[:, : -(-keys // layout.block_shape[1])] for layout in layouts]
+    crops = []
+    for layout in layouts:
+        columns = min(-(-visible // layout.block_shape[1]), layout.grid[1])
+        if torch.compiler.is_dynamo_compiling():
+            _crop_while_tracing(layout, columns)
+        crops.append(_first_columns(layout, columns))
     rules = rules._replace(left=None, right=None, spans=before)
     other_y, other_lse = run_attention(q, k[:, :, :keys], v[:, :, :keys], crops, rules, None, return_lse=True)
     y, lse = merge(y, cast("Tensor", lse), other_y, cast("Tensor", other_lse))
     return (y, lse) if sinks is None else add_sinks(y, lse, sinks)
+
+
+def _first_columns(layout: BlockLayout, columns: int) -> BlockLayout:
+    return layout.derived(("first columns", columns), lambda: layout[:, :columns])
+
+
+def _crop_while_tracing(layout: BlockLayout, columns: int) -> bool:
+    """Make the crop when torch.compile traces, so that the graph finds it in the layout."""
+    _first_columns(layout, columns)
+    return True
+
+
+# Dynamo calls this function, because it cannot trace how layouts are cropped.
+_crop_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_layout_per_sequence(q: Any, k: Any, v: Any, layout: Sequence[BlockLayout]) -> bool:
