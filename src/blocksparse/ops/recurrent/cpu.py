@@ -72,16 +72,17 @@ def forward(
 
 def hidden_forward(
     weights: Weights, steps: Steps, kind: str, pre: Tensor, index: Tensor | None, bias: Tensor | None,
-    hs: StateTrajectory,
+    y: Tensor, h: Tensor,
 ) -> None:  # fmt: skip
-    """Compute the states `hs` of all steps of a GRU or a plain recurrence.
+    """Compute the states of all steps of a GRU or a plain recurrence.
 
     Args:
         weights, steps, index: as in `forward`.
         kind: "gru", "tanh" or "relu".
         pre: `[rows, gates * hidden]`, the products of the inputs, or with an index a table of such rows.
         bias: `[gates * hidden]`, added to the product of the state, or None.
-        hs: the states, which are written.
+        y: `[rows, hidden]`, written: the states behind all steps.
+        h: `[batch, hidden]`, contiguous: the initial states, overwritten by the final ones.
     """
     hidden, dtype = _sizes(weights)
     features, inputs = weights[0][1].shape[0], steps.rows if index is None else len(pre)
@@ -91,7 +92,9 @@ def hidden_forward(
         ("pre", pre, (inputs, features), dtype),
         *_index(index, steps, inputs),
         ("bias", bias, (features,), dtype),
-        *_states_of("h", steps, hs, hidden, dtype),
+        ("h_before", None, (steps.rows, hidden), dtype),
+        ("h_after", y, (steps.rows, hidden), dtype),
+        ("h_final", h.view(-1), (steps.batch * hidden,), dtype),
     ]
     _run("hidden_forward", weights, steps, False, tensors, kind=kind)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
 from ..registry import can_bypass_dispatcher, needs_grad
 from . import cpu
-from .op import StateTrajectory, WeightProduct, core_weights
+from .op import WeightProduct, core_weights, empty
 from .recurrence import Steps, Times
 
 
@@ -31,6 +32,6 @@ def hidden_states(
     in_core = core_weights([WeightProduct(weight, layout, steps.batch)])
     if in_core is None:
         return None
-    states = StateTrajectory(steps, h)
-    cpu.hidden_forward(in_core, steps, kind, pre, index, bias if bias is None else bias.contiguous(), states)
-    return states.all_after.data, states.final.clone()
+    y, final = empty(steps.rows, h.shape[1], h), h.clone(memory_format=torch.contiguous_format)
+    cpu.hidden_forward(in_core, steps, kind, pre, index, bias if bias is None else bias.contiguous(), y, final)
+    return y, final
