@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -409,6 +410,34 @@ def test_gradients_that_are_never_finite_are_reported(monkeypatch):
     with pytest.warns(bs.SparsityWarning, match="losses or gradients are not finite"):
         result = bs.compress(trained(Classifier(), data), data, 0.5, 8, steps=40)
     assert result.density <= 0.51
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_are_averaged_over_the_last_tenth_of_the_steps(dtype):
+    model = nn.BatchNorm1d(1).to(dtype)
+    average, values = training.WeightAverage(model), torch.arange(1.0, 201.0)
+    for value in values:
+        model.weight.data.fill_(value)
+        model.running_mean.fill_(-value)
+        average.update()
+    with average.loaded():
+        assert model.weight.item() == pytest.approx(200 * 9 / 10, rel=0.01)
+        assert model.running_mean.item() == -model.weight.item()
+    assert model.weight.item() == 200
+
+
+def test_gradients_whose_squares_overflow_are_clipped(monkeypatch):
+    data, loss, step, losses = labelled(128), training.Training.loss, training.Training._step, []
+
+    def huge(self, index, **more):
+        value, *others = loss(self, index, **more)
+        return value * 1e30 if value.requires_grad else value, *others
+
+    monkeypatch.setattr(training.Training, "loss", huge)
+    monkeypatch.setattr(training.Training, "_step", lambda self, opt: losses.append(step(self, opt)) or losses[-1])
+    bs.compress(Classifier().eval(), data, **options())
+    assert losses
+    assert all(math.isfinite(each) for each in losses)
 
 
 def test_a_budget_without_time_to_train_is_reported():

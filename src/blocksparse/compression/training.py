@@ -34,7 +34,8 @@ RATE_TOLERANCE = 1.05
 # Without the steps for a test, this rate is used.
 MIN_RATE_STEPS, DEFAULT_RATE = 5, 1e-3
 
-# A stage is evaluated this many times. It starts with a linear warm-up over this fraction.
+# The student is evaluated this many times while the budget is used, and at the end of each stage. A stage starts with a
+# linear warm-up over this fraction.
 CHECKS, WARM_UP = 8, 0.05
 
 # Blocks are dropped during this fraction of the last stage, and of a stage before.
@@ -46,6 +47,9 @@ RATE_CUT, MAX_CUTS = 0.3, 3
 # Batch norms use and update the statistics of batches with at least this number of samples, unless this multiplies the
 # loss of a few batches by more than a factor: the channels of a pitch tracker differ more than a batch can show.
 MIN_BATCH_FOR_STATISTICS, STATISTICS_BATCHES, STATISTICS_TOLERANCE = 16, 3, 1.3
+
+# Of n steps, about the last n / (1 + this number) count in the average of the weights.
+AVERAGE_DECAY = 8
 
 # Characters of the progress line, and of the bar in it.
 COLUMNS, BAR = 79, 10
@@ -222,19 +226,22 @@ class Training:
             end: the fraction of the budget, in 0..1.
             rate: the highest learning rate.
             drops: functions that drop blocks of the student, called one after the other in the first part of the stage.
-            on_check: called with held-out loss and agreement, several times after the last drop. If it returns True,
+            on_check: called with held-out loss and agreement of the averaged weights, which the student then has, after
+                the last drop whenever another `1 / CHECKS` of the budget is used, and at the end. If it returns True,
                 the stage ends there.
 
         Returns:
             whether `on_check` ended the stage.
         """
         self._choose_statistics()
-        begin, checks, cuts, dropped = self.budget.used, 0, 0, 0
+        begin, cuts, dropped = self.budget.used, 0, 0
+        next_check = _next_check(begin)
         drop_share = DROP_SHARE if end == 1 else EARLY_DROP_SHARE
         good = copy_state(self.student)
         trained, optimizer = self._last
         if optimizer is None or trained is not self.student:
             optimizer = self._optimizer(rate)
+        average = WeightAverage(self.student)
         while (used := self.budget.used) < end:
             done = (used - begin) / (end - begin)
             for group in optimizer.param_groups:
@@ -243,7 +250,7 @@ class Training:
             if dropped < len(drops) and done * len(drops) >= (dropped + 1) * drop_share:
                 drops[dropped](optimizer)
                 dropped += 1
-                good = copy_state(self.student)
+                good, average, next_check = copy_state(self.student), WeightAverage(self.student), _next_check(used)
             loss = self._step(optimizer)
             if not math.isfinite(loss):
                 self.student.load_state_dict(good)
@@ -258,15 +265,21 @@ class Training:
                     )
                     break
                 rate *= RATE_CUT
+                average = WeightAverage(self.student)
+            else:
+                average.update()
             self._show(loss)
-            if dropped == len(drops) and done * CHECKS >= checks + 1:
-                checks = int(done * CHECKS)
-                if on_check(*self.evaluate()):
-                    return True
+            if dropped == len(drops) and next_check <= used < end:
+                next_check = _next_check(used)
+                with average.loaded():
+                    if on_check(*self.evaluate()):
+                        return True
                 good = copy_state(self.student)
         for drop in drops[dropped:]:
             drop(optimizer)
-        on_check(*self.evaluate())
+            average = WeightAverage(self.student)
+        with average.loaded():
+            on_check(*self.evaluate())
         self._last = self.student, optimizer
         return False
 
@@ -326,7 +339,7 @@ class Training:
         trained = [parameter for parameter in self.student.parameters() if parameter.is_floating_point()]
         # In float16 the usual 1e-8 would be 0.
         eps = max([1e-8, *(torch.finfo(each.dtype).tiny for each in trained)])
-        return torch.optim.AdamW(trained, rate, weight_decay=0.0, eps=eps)
+        return torch.optim.AdamW(trained, rate, weight_decay=0.0, eps=eps, fused=True)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> float:
         """Take an optimizer step on the next batch and return the loss.
@@ -346,14 +359,17 @@ class Training:
                 expected = "parameters to train that its outputs depend on, with gradients"
                 raise BlockSparseError.expected("model", expected, "outputs without a gradient")
             loss.backward()
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        largest = max(float(parameter.grad.abs().max()) for parameter in trained)
-        if not math.isfinite(largest):
-            return math.nan
-        # The norm of gradients that exploded in a long recurrence would overflow, though each of them is finite.
-        for parameter in trained if largest > 1 else ():
-            parameter.grad.div_(largest)
-        nn.utils.clip_grad_norm_(trained, 1.0)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if not norm.isfinite():  # also if finite gradients, as of a long recurrence, have squares that overflow
+            largest = max(float(gradient.abs().max()) for gradient in gradients)
+            if not math.isfinite(largest):
+                return math.nan
+            for gradient in gradients:
+                gradient.div_(largest)
+            norm = nn.utils.get_total_norm(gradients)
+        if norm > 1:
+            torch._foreach_div_(gradients, norm)
         optimizer.step()
         self.budget.spent_steps += 1
         return float(loss.detach())
@@ -377,6 +393,51 @@ class Training:
         """Remove the state from the terminal."""
         if self._last_shown and sys.stderr.isatty():
             print(f"\r{'':{COLUMNS}}\r", end="", file=sys.stderr, flush=True)
+
+
+class WeightAverage:
+    """The average of a model's weights and statistics over its last steps, which has less noise than its weights.
+
+    It has the weights of the last step with the fraction 9 / (n + 8) after n steps, so that about the last tenth of all
+    steps counts.
+
+    Args:
+        model: the model; its parameters must stay the same objects.
+
+    Source: Shamir, Zhang, Stochastic gradient descent for non-smooth optimization (2013).
+    """
+
+    def __init__(self, model: nn.Module):
+        self._tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+        # Small updates of an average in float16 or bfloat16 would be rounded away.
+        self._averages = [
+            torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)).copy_(each)
+            for each in self._tensors
+        ]
+        self._steps = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Include the model's present weights."""
+        self._steps += 1
+        weight = (AVERAGE_DECAY + 1) / (self._steps + AVERAGE_DECAY)
+        for average, tensor in zip(self._averages, self._tensors, strict=True):
+            average.lerp_(tensor.to(average.dtype), weight)
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Load the average into the model inside the `with` block, and its own weights behind it."""
+        own = [each.clone() for each in self._tensors]
+        try:
+            torch._foreach_copy_(self._tensors, self._averages)
+            yield
+        finally:
+            torch._foreach_copy_(self._tensors, own)
+
+
+def _next_check(used: float) -> float:
+    """Return the fraction of the budget after which the student is evaluated next."""
+    return (int(used * CHECKS) + 1) / CHECKS
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
