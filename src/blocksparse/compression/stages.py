@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import checkpoint
 from ..conversion.load import load_sparsified
@@ -32,6 +32,7 @@ from ..sparsity.selection import least_density
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
 from ..surgery.tied import forget_ties, tie
+from .candidates import Candidate, OneShot, score
 from .measures import calls_weights, dense_size, density_of, sparse_modules, speedup_of
 from .result import CompressionResult, Point
 from .saliency import block_saliency
@@ -56,31 +57,6 @@ DROPS = 8
 BEST = "best.safetensors"
 
 Evaluate = Callable[[nn.Module], float]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """The best state of a stage so far, and its point of the curve."""
-
-    state: dict[str, Tensor]
-    point: Point
-
-
-@dataclass(frozen=True)
-class _OneShot:
-    """The dense model fitted in one shot at the target density.
-
-    Args:
-        model: the fitted model.
-        point: its point of the curve.
-        rate: the learning rate that trains it best.
-        trained_loss: its held-out loss after the few steps of the range test with this rate.
-    """
-
-    model: nn.Module
-    point: Point
-    rate: float = 0.0
-    trained_loss: float = math.inf
 
 
 @dataclass
@@ -111,9 +87,9 @@ class CompressionRun:
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
-        self.best_of_stage: _Candidate | None = None
+        self.best_of_stage: Candidate | None = None
         self.model_of_last_stage: nn.Module | None = None
-        self.one_shot: _OneShot | None = None
+        self.one_shot: OneShot | None = None
         self.started_from_one_shot = False
         self.fit_minutes = 0.0  # of the fit at the target density
         self.is_fit_cut = False
@@ -261,10 +237,10 @@ class CompressionRun:
         self.fit_minutes = budget.elapsed - begin
         speedup = speedup_of(self.student, self.dense_model, self.example)
         point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
-        self.one_shot = _OneShot(self.student, point)
-        self._save(_Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
+        self.one_shot = OneShot(self.student, point)
+        self._save(Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
         rate, trained_loss = self._test_rates()
-        self.one_shot = _OneShot(self.student, point, rate, trained_loss)
+        self.one_shot = OneShot(self.student, point, rate, trained_loss)
         if density <= self.target or (budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes):
             self._start_from(self.one_shot)
             return False
@@ -308,15 +284,15 @@ class CompressionRun:
         self.is_fit_cut = self.training.budget.minutes is not None and self.training.budget.used > FIT_END
         return self.is_fit_cut
 
-    def _better_one_shot(self, point: Point) -> _OneShot | None:
+    def _better_one_shot(self, point: Point) -> OneShot | None:
         """Return the model fitted in one shot if it is better than a point of the curve, else None."""
-        return self.one_shot if self.one_shot is not None and _score(self.one_shot.point) > _score(point) else None
+        return self.one_shot if self.one_shot is not None and score(self.one_shot.point) > score(point) else None
 
-    def _start_from(self, one_shot: _OneShot) -> None:
+    def _start_from(self, one_shot: OneShot) -> None:
         """Continue with a copy of the model fitted in one shot, which is the best of the stage so far."""
         self.training.student, self.speedup = copy_model(one_shot.model), one_shot.point.speedup
         self.steps_before = self.training.budget.spent_steps
-        self.best_of_stage = _Candidate(copy_state(one_shot.model), one_shot.point)
+        self.best_of_stage = Candidate(copy_state(one_shot.model), one_shot.point)
         self.started_from_one_shot = True
 
     def _check_stage(self, loss: float, agreed: float) -> bool:
@@ -327,9 +303,9 @@ class CompressionRun:
         at_target = self._density() <= self.target * (1 + DENSITY_TOLERANCE)
         return at_target and not loss <= self.one_shot.trained_loss
 
-    def _replace_last(self, one_shot: _OneShot) -> None:
+    def _replace_last(self, one_shot: OneShot) -> None:
         """Replace the last point of the curve, and its model, by those of the one-shot fit."""
-        self.training.student, best = one_shot.model, _Candidate(copy_state(one_shot.model), one_shot.point)
+        self.training.student, best = one_shot.model, Candidate(copy_state(one_shot.model), one_shot.point)
         self.best_of_stage = best
         self.curve.pop()
         self._save(best, self.stage)
@@ -362,8 +338,8 @@ class CompressionRun:
         self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
         minutes = self.training.budget.elapsed
         point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
-        if self.best_of_stage is None or _score(point) > _score(self.best_of_stage.point):
-            self.best_of_stage = _Candidate(copy_state(self.student), point)
+        if self.best_of_stage is None or score(point) > score(self.best_of_stage.point):
+            self.best_of_stage = Candidate(copy_state(self.student), point)
             self.training.label = f"density {point.density:.3g}, {point.speedup:.3g}x, agreement {agreed:.1%}"
         self._save(self.best_of_stage, self.stage)
 
@@ -432,7 +408,7 @@ class CompressionRun:
         """Return the curve in a form that JSON can express."""
         return [asdict(point) for point in self.curve]
 
-    def _save(self, best: _Candidate, stage: int) -> None:
+    def _save(self, best: Candidate, stage: int) -> None:
         """Write the best model so far and the state to resume from, which continues in a stage."""
         if self.folder is None:
             return
@@ -484,15 +460,8 @@ class CompressionRun:
         self.training.forget_targets()
         if (point.metric is None) != (self.evaluate is None):
             point = replace(point, metric=self._metric())
-        self.best_of_stage = _Candidate(copy_state(self.student), point)
+        self.best_of_stage = Candidate(copy_state(self.student), point)
         return True
-
-
-def _score(point: Point) -> float:
-    """Return the score by which models are compared: the metric of `evaluate`, or the negative loss without one."""
-    if point.metric is None:
-        return -math.inf if point.loss is None else -point.loss
-    return -math.inf if math.isnan(point.metric) else point.metric
 
 
 @contextmanager

@@ -1,0 +1,211 @@
+"""Runs of `compress` that are interrupted, killed, short of disk, time or finite numbers; tied output layers."""
+
+import itertools
+import math
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.compression import stages, training
+from blocksparse.surgery.tied import tie, untie_output_layers
+from compressed import Classifier, labelled, options, take_all_as_faster, trained, weights_of
+from processes import CONTEXT
+
+
+@pytest.fixture(autouse=True)
+def fast_everywhere(monkeypatch):
+    """Take all layers as faster, so that the results do not depend on the machine."""
+    take_all_as_faster(monkeypatch)
+
+
+def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, monkeypatch):
+    data = labelled()
+    model = trained(Classifier(), data)
+    calls = itertools.count()
+    step = training.Training._step
+
+    def interrupted(self, optimizer):
+        if next(calls) == 150:
+            raise KeyboardInterrupt
+        return step(self, optimizer)
+
+    monkeypatch.setattr(training.Training, "_step", interrupted)
+    with pytest.warns(bs.SparsityWarning, match="interrupted"):
+        partial = bs.compress(model, data, **options(steps=600, folder=tmp_path))
+    monkeypatch.setattr(training.Training, "_step", step)
+    assert weights_of(partial.model)
+    assert (tmp_path / "best.safetensors").is_file()
+    loaded = bs.load_sparsified(Classifier(), load_file(tmp_path / "best.safetensors")).eval()
+    torch.testing.assert_close(loaded(data[0][0]), partial.model(data[0][0]))
+    result = bs.compress(model, data, **options(steps=600, folder=tmp_path))
+    assert result.density <= 0.26
+    assert len(result.curve) == 3
+    assert (tmp_path / "curve.json").is_file()
+    with pytest.raises(bs.BlockSparseError, match="folder: expected a run with"):
+        bs.compress(model, data, **options(density=0.5, folder=tmp_path))
+    with pytest.raises(bs.BlockSparseError, match="folder: expected a run with"):
+        bs.compress(Classifier().eval(), data, **options(steps=600, folder=tmp_path))
+    evaluated = bs.compress(model, data, **options(steps=600, folder=tmp_path, evaluate=lambda model: -5.0))
+    assert evaluated.metric == -5
+    assert "metric" in str(evaluated)
+
+
+def die_after_saves(count, model, data, folder):
+    calls = itertools.count(1)
+    stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save
+    stages.densify_slower = lambda model, example, skip: (model, {})
+
+    def save_and_die(*args):
+        save(*args)
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stages.checkpoint.save = save_and_die
+    bs.compress(model, data, **options(folder=folder))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+@pytest.mark.parametrize(("saves", "stage", "points"), [(1, 1, 2), (2, 0, 3)], ids=["fitted", "first stage"])
+def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, points):
+    data = labelled(128)
+    model = trained(Classifier(), data)
+    process = CONTEXT.Process(target=die_after_saves, args=(saves, model, data, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    _, saved = stages.checkpoint.load(tmp_path / "best.safetensors")
+    assert saved["stage"] == stage
+    result = bs.compress(model, data, **options(folder=tmp_path))
+    assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
+    assert len(result.curve) == points
+    assert result.density <= 0.26
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    def save(path, tensors, about):
+        raise bs.BlockSparseError(f"{path}: no space left")
+
+    monkeypatch.setattr(stages.checkpoint, "save", save)
+    with pytest.warns(bs.SparsityWarning, match="no space left") as warned:
+        result = bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+    assert len(warned) == 1
+    assert result.density <= 0.26
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder that files can be written to"):
+            bs.compress(Classifier().eval(), labelled(128), **options(folder=folder))
+
+
+def test_a_loss_that_is_not_finite_takes_the_training_back(monkeypatch):
+    data = labelled()
+    calls = itertools.count()
+    step = training.Training._step
+    monkeypatch.setattr(
+        training.Training, "_step", lambda self, opt: float("nan") if next(calls) % 70 == 69 else step(self, opt)
+    )
+    result = bs.compress(trained(Classifier(), data), data, **options(steps=200))
+    assert all(each.isfinite().all() for each in result.model.state_dict().values())
+
+
+def test_gradients_that_are_never_finite_are_reported(monkeypatch):
+    data = labelled(128)
+    monkeypatch.setattr(training.Training, "_step", lambda self, optimizer: float("nan"))
+    with pytest.warns(bs.SparsityWarning, match="losses or gradients are not finite"):
+        result = bs.compress(trained(Classifier(), data), data, 0.5, 8, steps=40)
+    assert result.density <= 0.51
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_are_averaged_over_the_last_tenth_of_the_steps(dtype):
+    model = nn.BatchNorm1d(1).to(dtype)
+    average, values = training.WeightAverage(model), torch.arange(1.0, 201.0)
+    for value in values:
+        model.weight.data.fill_(value)
+        model.running_mean.fill_(-value)
+        average.update()
+    with average.loaded():
+        assert model.weight.item() == pytest.approx(200 * 9 / 10, rel=0.01)
+        assert model.running_mean.item() == -model.weight.item()
+    assert model.weight.item() == 200
+
+
+def test_gradients_whose_squares_overflow_are_clipped(monkeypatch):
+    data, loss, step, losses = labelled(128), training.Training.loss, training.Training._step, []
+
+    def huge(self, index, **more):
+        value, *others = loss(self, index, **more)
+        return value * 1e30 if value.requires_grad else value, *others
+
+    monkeypatch.setattr(training.Training, "loss", huge)
+    monkeypatch.setattr(training.Training, "_step", lambda self, opt: losses.append(step(self, opt)) or losses[-1])
+    bs.compress(Classifier().eval(), data, **options())
+    assert losses
+    assert all(math.isfinite(each) for each in losses)
+
+
+def test_a_budget_without_time_to_train_is_reported():
+    data = labelled(128)
+    no_training = pytest.warns(bs.SparsityWarning, match=r"no time to train .* of which fitting took \d")
+    with pytest.warns(bs.SparsityWarning, match="fitting was stopped after"), no_training:
+        result = bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=1e-6)
+    assert result.density <= 0.51
+
+
+class TiedWords(nn.Module):
+    """Predicts the next word; the output layer shares the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(96, 32), nn.Linear(32, 32), nn.Linear(32, 96, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.inner(self.words(ids)).relu())
+
+
+def test_a_block_sparse_output_layer_is_untied_from_its_embedding(tmp_path):
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    before = model.words.weight.clone()
+    result = bs.compress(model, data, **options(folder=tmp_path))
+    assert len(weights_of(result.model)) == 2
+    assert type(result.model.words) is nn.Embedding
+    assert model.head.weight is model.words.weight
+    assert torch.equal(model.words.weight, before)
+    loaded = bs.load_sparsified(TiedWords(), load_file(tmp_path / "best.safetensors")).eval()
+    torch.testing.assert_close(loaded(data[0]), result.model(data[0]))
+    resumed = bs.compress(model, data, **options(folder=tmp_path))
+    torch.testing.assert_close(resumed.model(data[0]), result.model(data[0]))
+
+
+def test_two_output_layers_of_one_embedding_are_untied():
+    model = TiedWords()
+    model.second = nn.Linear(32, 96, bias=False)
+    model.second.weight = model.words.weight
+    assert untie_output_layers(model) == {"head.weight": "words.weight", "second.weight": "words.weight"}
+    assert model.second.weight is not model.head.weight
+    tie(model, {"head.weight": "words.weight"})
+    assert model.head.weight is model.words.weight
+
+
+def test_tradeoff_counts_an_output_layer_that_is_tied_to_an_embedding():
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    measured = bs.tradeoff(model, data, densities=[0.5], block_size=8)
+    assert {layer.name for layer in measured.layers} == {"inner", "head"}
+    assert model.head.weight is model.words.weight
+
+
+def test_an_output_layer_that_stays_dense_stays_tied(tmp_path):
+    model, data = TiedWords().eval(), [torch.randint(96, (16, 8)) for _ in range(6)]
+    for _ in ("a run", "a resumed run"):
+        result = bs.compress(model, data, **options(folder=tmp_path, skip=["head"]))
+        assert len(weights_of(result.model)) == 1
+        assert result.model.head.weight is result.model.words.weight
