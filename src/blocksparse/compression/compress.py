@@ -53,9 +53,9 @@ def compress(
     are not faster block-sparse on the example stay dense. A block-sparse output layer gets a weight of its own if it
     shared that of an embedding, which stays dense. Hidden features are reordered first, as by
     `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
-    the model that is best on it at the target density is returned. Its weights are averages over the last steps before
-    it was evaluated. It is never worse on the held-out data than the model fitted at this density in one shot. A short
-    test finds the learning rate.
+    the model that is best on it at the target density is returned. Its weights are those of a step or averages over
+    steps. It is never worse on the held-out data than the model fitted at this density in one shot. A short test finds
+    the learning rate.
 
     Args:
         model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.

@@ -227,8 +227,9 @@ class Training:
             rate: the highest learning rate.
             drops: functions that drop blocks of the student, called one after the other in the first part of the stage.
             on_check: called with held-out loss and agreement of the averaged weights, which the student then has, after
-                the last drop whenever another `1 / CHECKS` of the budget is used, and at the end. If it returns True,
-                the stage ends there.
+                the last drop whenever another `1 / CHECKS` of the budget is used, and at the end. At the end of the
+                last stage, it is also called with the weights of the last step. If it returns True, the stage ends
+                there.
 
         Returns:
             whether `on_check` ended the stage.
@@ -279,6 +280,8 @@ class Training:
             drop(optimizer)
             average = WeightAverage(self.student)
         with average.loaded():
+            on_check(*self.evaluate())
+        if end == 1:  # in a short run, the average may lag behind the weights of the last step
             on_check(*self.evaluate())
         self._last = self.student, optimizer
         return False
