@@ -103,12 +103,12 @@ WIDE = replace(DENSE, width=128, density=0.23, block_size=8)
 
 # Tuned in `rates-vit`.
 CONTENDERS = {
-    "dense": TransformerContender(DENSE, 0.002),
+    "dense": TransformerContender(DENSE, 0.001),
     "fixed": TransformerContender(WIDE, 0.002),
-    "SET": TransformerContender(WIDE, 0.002, growth=Growth("set")),
+    "SET": TransformerContender(WIDE, 0.004, growth=Growth("set")),
     "RigL": TransformerContender(WIDE, 0.002, growth=Growth("rigl")),
-    "SMET": TransformerContender(WIDE, 0.002, growth=Growth("smet", fraction=0.2, end=1.0)),
-    "CHTs, clock": TransformerContender(WIDE, 0.002, growth=Growth("chts", fraction=0.1, clock=True)),
+    "SMET": TransformerContender(WIDE, 0.004, growth=Growth("smet", fraction=0.2, end=1.0)),
+    "CHTs, clock": TransformerContender(WIDE, 0.004, growth=Growth("chts", fraction=0.1, clock=True)),
 }
 RATES = 0.001, 0.002, 0.004, 0.008
 
