@@ -169,6 +169,20 @@ def test_a_nan_is_chosen_and_shows_in_the_result(compiled):
     assert torch.equal(run(q, k).isnan().any(-1), q.isnan().any(-1))
 
 
+def test_compiled_choices_with_first_keys_beside_a_window():
+    torch._dynamo.reset()
+
+    def run(q, k, v):
+        layouts = bs.nn.topk_blocks(q, k, None, 3, block_size=16)
+        return bs.nn.attention(q, k, v, layouts, True, window_size=(20, 0), sink_tokens=20)
+
+    leaves = draw()
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(*leaves)
+    expected = run(*leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), leaves) for y in (found, expected)))
+
+
 def test_nan_and_infinity_do_not_change_how_many():
     q, k, _ = (x.detach() for x in draw())
     q[0, 0, 20], k[0, 0, 40], k[1, 1, 0] = math.nan, math.inf, -math.inf

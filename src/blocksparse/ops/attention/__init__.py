@@ -157,15 +157,16 @@ def _attention_with_sink_tokens(
     y, lse = run_attention(q, k, v, layouts, rules, None, return_lse=True)
     width = max(layout.block_shape[1] for layout in layouts)
     visible = -(-first // width) * width
-    keys = min(visible, k.shape[2])
     start, end = inside.unbind(0)
     before = torch.stack([torch.zeros_like(start), start.minimum(end).clamp(max=first)])
-    crops = []
-    for layout in layouts:
-        columns = min(-(-visible // layout.block_shape[1]), layout.grid[1])
-        if torch.compiler.is_dynamo_compiling():
-            _crop_while_tracing(layout, columns)
-        crops.append(_first_columns(layout, columns))
+    keys, crops = k.shape[2], layouts
+    if not has_dynamic(layouts):  # a layout that is an input of a graph cannot be cropped
+        keys, crops = min(visible, keys), []
+        for layout in layouts:
+            columns = min(-(-visible // layout.block_shape[1]), layout.grid[1])
+            if torch.compiler.is_dynamo_compiling():
+                _crop_while_tracing(layout, columns)
+            crops.append(_first_columns(layout, columns))
     rules = rules._replace(left=None, right=None, spans=before)
     other_y, other_lse = run_attention(q, k[:, :, :keys], v[:, :, :keys], crops, rules, None, return_lse=True)
     y, lse = merge(y, cast("Tensor", lse), other_y, cast("Tensor", other_lse))
