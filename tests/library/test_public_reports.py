@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -121,13 +120,15 @@ def test_a_mask_with_a_forgotten_block_size():
         bs.nn.attention(q, k, v, bs.BlockLayout(mask))
 
 
-@pytest.mark.skipif(not CPU, reason="needs the compiled core")
 def test_many_small_experts_against_a_loop():
-    """48 experts of 192 units, 8 per token, density 0.5. The report's step took 9 times as long as a loop."""
-    experts = bs.nn.Experts(48, 1536, 192, density=0.5, block_size=64)
+    """48 experts of 192 units, 8 per token, density 0.5: equal outputs and gradients.
+
+    The report's step took 9 times as long as a loop; `benchmarks/reach.py --only experts` times ours.
+    """
+    experts = bs.nn.Experts(48, 256, 192, density=0.5, block_size=64)
     dense = experts.densified()
-    x, weights = torch.randn(512, 1536), torch.rand(512, 8)
-    index = torch.rand(512, 48).topk(8).indices
+    x, weights = torch.randn(64, 256), torch.rand(64, 8)
+    index = torch.rand(64, 48).topk(8).indices
 
     def loop(x):
         y = torch.zeros_like(x)
@@ -140,18 +141,11 @@ def test_many_small_experts_against_a_loop():
             y = y.index_add(0, token, out * weights[token, place, None])
         return y
 
-    def step(function, parameters):
-        start = time.perf_counter()
-        y = function(x)
-        grads = torch.autograd.grad(y.sum(), parameters)
-        return time.perf_counter() - start, y.detach(), grads
-
-    ours, theirs = (lambda x: experts(x, index, weights), [*experts.parameters()]), (loop, [*dense.parameters()])
-    (_, y, grads), (_, expected, dense_grads) = step(*ours), step(*theirs)
+    y, expected = experts(x, index, weights), loop(x)
+    grads, dense_grads = (
+        torch.autograd.grad(of.sum(), [*module.parameters()]) for of, module in ((y, experts), (expected, dense))
+    )
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     for found, right, name in zip(grads, dense_grads, ("gate_up_proj", "down_proj"), strict=True):
         layout = getattr(experts, name).layout
         torch.testing.assert_close(found, bs.from_dense(right.flatten(0, 1), layout), rtol=1e-3, atol=1e-3)
-    # A busy machine can slow down one of them; the target, a third of the loop's time, is for benchmarks.
-    times = [[step(*each)[0] for each in (ours, theirs)] for _ in range(5)]
-    assert min(our for our, _ in times) < min(their for _, their in times)
