@@ -347,6 +347,7 @@ def _describe_net(config: CharLMConfig) -> str:
         "barabasi_albert": f"Barabasi-Albert with m {config.m}",
         "watts_strogatz": f"Watts-Strogatz with {config.neighbors} neighbors, {config.rewire:g} rewired",
         "random": f"random of density {config.density:g}",
+        "random_diagonal": f"random of density {config.density:g} with the diagonal",
         "block_diagonal": "squares on the diagonal",
     }[config.pattern]
     blocks = "" if config.pattern == "dense" else f" in blocks of {config.block_size}"

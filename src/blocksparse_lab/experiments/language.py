@@ -259,6 +259,7 @@ def _pattern(model: Mapping[str, Any]) -> str:
         "barabasi_albert": f"Barabasi-Albert, m {model['m']}{blocks}",
         "watts_strogatz": f"Watts-Strogatz, {model['neighbors']} neighbors{blocks}",
         "random": f"random{blocks}",
+        "random_diagonal": f"random with the diagonal{blocks}",
         "block_diagonal": f"squares on the diagonal{blocks}",
     }[model["pattern"]]
     stride = model.get("stride", 1)

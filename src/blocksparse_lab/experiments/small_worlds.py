@@ -23,6 +23,7 @@ from .language import READ, CharLMExperiment, LanguageContender
 RANDOM = "random"
 LAYOUTS = {
     RANDOM: "random",
+    "random_diagonal": "random and diagonal",
     "barabasi_albert": "Barabasi-Albert",
     "watts_strogatz": "Watts-Strogatz",
     "block_diagonal": "block-diagonal",
@@ -138,6 +139,8 @@ def _contenders(rate: float) -> dict[str, LanguageContender]:
     ):
         config = CharLMConfig(width=width, embedding=16, block_size=8, m=m, neighbors=neighbors, density=density)
         for pattern in LAYOUTS:
+            if pattern == "random_diagonal" and density > 0.1:
+                continue  # the diagonal is a small part of the blocks
             contenders[_name(pattern, width)] = LanguageContender(replace(config, pattern=pattern), rate)
     return contenders
 

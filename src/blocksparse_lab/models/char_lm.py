@@ -21,7 +21,7 @@ from ..option import option
 from .bytes import check_bytes
 
 CELLS = ("lstm", "mlstm", "smallworld")
-PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "block_diagonal")
+PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "random_diagonal", "block_diagonal")
 LAYOUTS = ("shared", "separate")
 INITS = ("uniform", "identity")
 
@@ -37,13 +37,17 @@ class CharLMConfig:
     layers: int = option(1, "Recurrent layers.")
     depth: int = option(4, "smallworld: internal steps per time step.")
     pattern: str = option(
-        "dense", "Recurrent weights: dense, barabasi_albert, watts_strogatz, random or block_diagonal."
+        "dense",
+        "Recurrent weights: dense, barabasi_albert, watts_strogatz, random, random_diagonal (with the blocks on the "
+        "diagonal) or block_diagonal.",
     )
     block_size: int = option(32, "Rows and columns of a block.")
     m: int = option(8, "barabasi_albert: edges of each new node.")
     neighbors: int = option(8, "watts_strogatz: neighbors of each node.")
     rewire: float = option(0.2, "watts_strogatz: fraction of rewired edges.")
-    density: float = option(0.1, "random and block_diagonal: fraction of blocks; for block_diagonal the nearest 1 / n.")
+    density: float = option(
+        0.1, "random, random_diagonal and block_diagonal: fraction of blocks; for block_diagonal the nearest 1 / n."
+    )
     layouts: str = option("shared", "smallworld: shared by all internal steps, or separate for each.")
     stride: int = option(1, "smallworld: only every stride-th unit connects to inputs and outputs.")
     weight_norm: bool = option(False, "Weight norm of the embedding and the output layer.")
@@ -111,6 +115,10 @@ class CharLMConfig:
             return patterns.watts_strogatz(width, block, neighbors=self.neighbors, rewire=self.rewire, seed=seed)
         if self.pattern == "random":
             return patterns.random((width, width), block, density=self.density, seed=seed)
+        if self.pattern == "random_diagonal":
+            diagonal = patterns.block_diagonal((width, width), block)
+            rest = max(0.0, self.density - diagonal.density)
+            return diagonal | patterns.random((width, width), block, density=rest, seed=seed)
         if self.pattern == "block_diagonal":  # 1 / density squares, unconnected
             blocks = width // block
             group = torch.arange(blocks, device="cpu") * self.groups // blocks
@@ -228,6 +236,7 @@ def least_parameters(config: CharLMConfig) -> float:
         "barabasi_albert": config.m / nodes,
         "watts_strogatz": config.neighbors / nodes,
         "random": config.density,
+        "random_diagonal": max(config.density / 2, 1 / nodes),
         "block_diagonal": 1 / config.groups,
     }.get(config.pattern, 1)
     squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]

@@ -43,6 +43,7 @@ _ONLY_OF = {
     "barabasi_albert": {"block_size", "m"},
     "watts_strogatz": {"block_size", "neighbors", "rewire"},
     "random": {"block_size", "density"},
+    "random_diagonal": {"block_size", "density"},
     "block_diagonal": {"block_size", "density"},
 }
 
