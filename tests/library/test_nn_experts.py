@@ -430,3 +430,19 @@ def test_a_cuda_graph_of_experts():
             found = experts(x, index, weights)
         graph.replay()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "density"), [(16, 128, 64, 0.25), (8, 128, 64, 0.1), (3, 90, 33, 0.5)]
+)
+def test_every_expert_has_blocks(experts, hidden, inner, density):
+    module = bs.nn.Experts(experts, hidden, inner, density=density)
+    for name in ("gate_up_proj", "down_proj"):
+        counts = {int(rows.sum()) for rows in getattr(module, name).layout.mask().chunk(experts)}
+        assert len(counts) == 1 or hidden % 32, name  # with padding, blocks hold unequally many weights
+        assert min(counts) > 0, name
+
+
+def test_a_density_without_a_block_for_each_expert():
+    with pytest.raises(bs.BlockSparseError, match="one of the 8 blocks"):
+        bs.nn.Experts(16, 128, 64, density=0.05)

@@ -35,7 +35,7 @@ class Experts(MultiWeightModule):
         layouts: layouts by weight. For `gate_up_proj` of shape `[2 intermediate, hidden]`, the same for each expert, or
             `[experts * 2 intermediate, hidden]`; for `down_proj` `[hidden, intermediate]` or
             `[experts * hidden, intermediate]`. A weight without a layout is dense, a parameter `[experts, out, in]`.
-        density: fraction of every weight that a random layout stores, instead of layouts.
+        density: fraction of each expert's weights that a random layout of its own stores, instead of layouts.
         block_size: block of these random layouts, an int or (rows, columns).
         device, dtype: of the parameters.
 
@@ -83,7 +83,7 @@ class Experts(MultiWeightModule):
         self._stacks: dict[str, BlockLayout] = {}
         for name, out, in_ in zip(WEIGHTS, (2 * inner, outer), (outer, inner), strict=True):
             self._stacks[name] = BlockLayout([[True]] * self.num_experts, (out, in_))
-            self._add_weight(name, self.num_experts, Size(out, out), Size(in_, in_), None)
+            self._add_weight(name, self.num_experts, Size(out, out), Size(in_, in_), None, draw_parts=True)
         self._check_names()
         self._stack()
         self.reset_parameters()

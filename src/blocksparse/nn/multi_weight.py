@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,10 +70,13 @@ class MultiWeightModule(nn.Module):
         if self._density is not None and layouts:
             raise BlockSparseError.expected("density", "None if a layout is given", self._density)
 
-    def _add_weight(self, name: str, parts: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
+    def _add_weight(
+        self, name: str, parts: int, out: Size, in_: Size, layout: BlockLayout | None, draw_parts: bool = False
+    ) -> None:
         """Add a weight, a stack of `parts` parts `[out, in_]`: block-sparse if it has a layout or there is a density.
 
         The layout is that of every part, or of the whole stack. An entry of this name in `layouts` takes precedence.
+        With `draw_parts`, each part gets a random layout of its own, so that all have equally many blocks.
         """
         layout = self._layouts.pop(name, layout)
         if layout is not None:
@@ -83,13 +85,15 @@ class MultiWeightModule(nn.Module):
             if layout.shape not in shapes:
                 either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
                 raise BlockSparseError.expected(f"the layout of {name}", f"shape {either}", repr(layout))
-            layout = layout if layout.shape == shapes[1] else _stack(layout, parts)
+            layout = layout if layout.shape == shapes[1] else _stack([layout] * parts)
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
             rows, columns = padded_shape((out.padded, in_.padded), block)
-            shape = parts * rows, columns
+            draws = parts if draw_parts else 1
+            shape = parts // draws * rows, columns
             real = Size(out.real, rows).used(shape[0]), in_.used(shape[1], parts=False)
-            layout = random_layout(shape, block, self._density, None if all(map(torch.all, real)) else real)
+            used = None if all(map(torch.all, real)) else real
+            layout = _stack([random_layout(shape, block, self._density, used) for _ in range(draws)])
         if layout is None:
             self.sizes[name] = (out, in_)
             setattr(self, name, nn.Parameter(torch.empty(parts * out.padded, in_.padded, **self._options)))
@@ -194,9 +198,12 @@ def _layout_of_rows(weight: Weight, start: int, stop: int) -> tuple[int, BlockLa
     return stored.start, layout.derived((_layout_of_rows, first, last), make)
 
 
-def _stack(layout: BlockLayout, times: int) -> BlockLayout:
-    """Return the layout of several weights with this layout, stacked by rows."""
-    rows, cols = (index.numpy() for index in block_coordinates(layout, torch.device("cpu")))
-    all_rows = (np.arange(times)[:, None] * layout.grid[0] + rows).ravel()
-    grid = (times * layout.grid[0], layout.grid[1])
-    return BlockLayout.from_indices(all_rows, np.tile(cols, times), grid, layout.block_shape)
+def _stack(layouts: Sequence[BlockLayout]) -> BlockLayout:
+    """Return the layout of several weights of one size, stacked by rows."""
+    if len(layouts) == 1:
+        return layouts[0]
+    rows, cols = zip(*(block_coordinates(layout, torch.device("cpu")) for layout in layouts), strict=True)
+    height, width = layouts[0].grid
+    all_rows = torch.cat([nth * height + part for nth, part in enumerate(rows)])
+    grid = len(layouts) * height, width
+    return BlockLayout.from_indices(all_rows.numpy(), torch.cat(cols).numpy(), grid, layouts[0].block_shape)
