@@ -91,6 +91,53 @@ def test_generation_with_a_cache(name):
     assert torch.equal(*found)
 
 
+CACHED = {
+    "mistral": MODELS["mistral"],
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **SIZES,
+            **{"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 50, "pad_token_id": 0},
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 49, 50, 70])
+@pytest.mark.parametrize("name", CACHED)
+def test_static_caches_are_refused_while_they_have_unused_keys(name, tokens, padded):
+    """Mistral's layers all have windows, so their caches are full as soon as the prompt fills the window."""
+    model, ids = CACHED[name]().eval(), torch.randint(3, 100, (2, tokens))
+    mask = torch.ones_like(ids)
+    mask[0, : tokens // 2] = not padded
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    dynamic = model.generate(ids, **options)
+    model.set_attn_implementation("blocksparse")
+    assert torch.equal(model.generate(ids, **options), dynamic)
+    options["cache_implementation"] = "static"
+    if name == "mistral" and tokens >= 50:
+        assert torch.equal(model.generate(ids, **options), dynamic)
+    else:
+        with pytest.raises(bs.BlockSparseError, match=r"needs a dynamic cache.*Omit cache_implementation"):
+            model.generate(ids, **options)
+
+
+def test_cross_attention_with_more_keys_than_queries():
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    model, ids = transformers.BartForConditionalGeneration(config).eval(), torch.randint(3, 50, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, 30:] = 0
+    found = []
+    for implementation in ("eager", "blocksparse"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, num_beams=1))
+    assert torch.equal(*found)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo, after a graph break of the model
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("borders", [[[0, 60]], [[0, 60], [0, 20, 90]]])

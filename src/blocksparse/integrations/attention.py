@@ -199,13 +199,20 @@ def padding_mask(
     """Return the mask of padding `[batch, keys]`, or None without padding; `attention_forward` makes the rest.
 
     Raises:
-        BlockSparseError: the model has a mask function of its own or a static cache, or there is padding between
-            tokens; a compiled graph cannot check the latter.
+        BlockSparseError: the model has a mask function of its own or a static cache with unused keys, or there is
+            padding between tokens; a compiled graph cannot check the latter.
     """
     if use_vmap:
         raise BlockSparseError(f'attn_implementation="{NAME}" has no mask functions of its own: use "sdpa"')
-    if isinstance(q_offset, Tensor) or (attention_mask is not None and attention_mask.shape[1] < kv_length):
-        raise BlockSparseError(f'attn_implementation="{NAME}" needs a dynamic cache: a static one has unused keys')
+    # Only masks of cross-attention and encoders have this argument. Their keys may outnumber the queries.
+    causal = "allow_is_bidirectional_skip" not in kwargs
+    # Queries end where the keys end, which the unused keys of a static cache would move.
+    unused = isinstance(q_offset, Tensor) or (causal and kv_offset + kv_length > q_offset + q_length)
+    if unused or (attention_mask is not None and attention_mask.shape[1] < kv_length):
+        raise BlockSparseError(
+            f'attn_implementation="{NAME}" needs a dynamic cache: a static one has unused keys. Omit '
+            'cache_implementation, or use "sdpa"'
+        )
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, -kv_length:].bool()
