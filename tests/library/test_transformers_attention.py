@@ -160,6 +160,34 @@ def _lengths(borders):
     return torch.tensor([*borders, 150]).diff().tolist()
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_that_skip_numbers_equal_eager_attention(masked, use_cache):
+    """Without a mask and a cache, transformers begins a document after a skip; otherwise it does not."""
+    model, ids = MODELS["mistral"]().eval(), torch.randint(100, (2, 80))
+    skip = torch.cat([torch.arange(30), torch.arange(140, 190)])
+    options = {"position_ids": torch.stack([skip, torch.arange(80)]), "use_cache": use_cache}
+    options["attention_mask"] = torch.ones_like(ids) if masked else None
+    found = []
+    for implementation in ("eager", "blocksparse"):
+        model.set_attn_implementation(implementation)
+        found.append(model(ids, **options).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(model, backend="eager")(ids, **options).logits
+    torch.testing.assert_close(compiled, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_shorter_than_the_input_are_refused():
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    config = transformers.LlamaConfig(**SIZES)
+    config.attention_chunk_size, config._attn_implementation = 16, "blocksparse"
+    options = {"config": config, "attention_mask": None, "past_key_values": None}
+    assert create_chunked_causal_mask(inputs_embeds=torch.ones(1, 16, 8), **options) is None
+    with pytest.raises(bs.BlockSparseError, match='no mask functions of its own: use "sdpa"'):
+        create_chunked_causal_mask(inputs_embeds=torch.ones(1, 17, 8), **options)
+
+
 def test_documents_with_padding_on_either_side():
     model, ids = MODELS["llama"]().eval(), torch.randint(100, (2, 60))
     positions = torch.cat([torch.arange(25), torch.arange(35)]).expand(2, -1)

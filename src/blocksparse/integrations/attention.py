@@ -73,6 +73,9 @@ def attention_forward(
     first = None
     if cu_seq_lens_k is None and causal and queries == keys:
         first = _first_of_document(position_ids, keys)
+    if attention_mask is not None and attention_mask.dtype == torch.int32:  # documents that transformers detected
+        first = attention_mask if first is None else first.maximum(attention_mask)
+        attention_mask = None
     spans = None
     if cu_seq_lens_k is not None or first is not None or attention_mask is not None:
         padding = None if attention_mask is None else _check_mask(attention_mask, keys)
@@ -145,15 +148,30 @@ def _make_layout(
 def _first_of_document(position_ids: Tensor | None, keys: int) -> Tensor | None:
     """Return the first key of each query's document, int32 `[batch or 1, keys]`; None for one document per sequence.
 
-    A document begins where a position is not the one after the last. A compiled graph cannot read positions, so it
-    always computes these keys.
+    A document begins where positions do not rise; they may skip numbers. A compiled graph cannot read positions, so
+    it always computes these keys.
     """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != keys:
         return None
-    begins = position_ids.diff(dim=1) != 1
+    return _first_keys(position_ids.diff(dim=1) <= 0)
+
+
+def _first_of_packed(mask_function: Any, batch: int, keys: int, device: Any) -> Tensor | None:
+    """Return the first key of each query's document, as `_first_of_document`, by the mask function of transformers.
+
+    Without a mask and a cache, transformers begins a document wherever a position is not the one after the last. No
+    query there sees the key before it.
+    """
+    number = torch.arange(1, keys, device=device)[None]
+    sequence = torch.arange(batch, device=device)[:, None]
+    return _first_keys(~mask_function(sequence, number.new_zeros(()), number, number - 1))
+
+
+def _first_keys(begins: Tensor) -> Tensor | None:
+    """Return the first key of each document from where documents begin, bool `[batch or 1, keys - 1]`."""
     if not torch.compiler.is_compiling() and not begins.any():
         return None
-    number = torch.arange(1, keys, dtype=torch.int32, device=position_ids.device)
+    number = torch.arange(1, begins.shape[1] + 1, dtype=torch.int32, device=begins.device)
     return F.pad(number * begins, (1, 0)).cummax(1).values
 
 
@@ -198,11 +216,15 @@ def padding_mask(
 ) -> Tensor | None:  # fmt: skip
     """Return the mask of padding `[batch, keys]`, or None without padding; `attention_forward` makes the rest.
 
+    Where transformers detects packed documents, the result is the first key of each query's document, int32.
+
     Raises:
-        BlockSparseError: the model has a mask function of its own or a static cache with unused keys, or there is
-            padding between tokens; a compiled graph cannot check the latter.
+        BlockSparseError: the model has a mask function of its own, chunks shorter than the input, or a static cache
+            with unused keys, or there is padding between tokens; a compiled graph cannot check the latter.
     """
-    if use_vmap:
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    chunked = chunk is not None and kwargs.get("local_size") == chunk and kv_offset + kv_length > chunk
+    if use_vmap or chunked:
         raise BlockSparseError(f'attn_implementation="{NAME}" has no mask functions of its own: use "sdpa"')
     # Only masks of cross-attention and encoders have this argument. Their keys may outnumber the queries.
     causal = "allow_is_bidirectional_skip" not in kwargs
@@ -214,7 +236,8 @@ def padding_mask(
             'cache_implementation, or use "sdpa"'
         )
     if attention_mask is None:
-        return None
+        packable = causal and mask_function is not None and q_length == kv_length
+        return _first_of_packed(mask_function, batch_size, kv_length, kwargs.get("device")) if packable else None
     attention_mask = attention_mask[:, -kv_length:].bool()
     if torch.compiler.is_compiling():
         return attention_mask
