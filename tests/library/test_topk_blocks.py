@@ -26,7 +26,7 @@ def chosen(q, k, candidates, blocks):
     result = torch.zeros(scores.shape, dtype=torch.bool)
     for at in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
         row = scores[tuple(at)].masked_fill(~mask[at[2]], -math.inf)
-        if candidates.grid[0] == candidates.grid[1]:
+        if q.shape[2] == k.shape[2] and candidates.block_shape[0] == candidates.block_shape[1]:
             row[at[2]] = math.inf if mask[at[2], at[2]] else -math.inf
         best = row.argsort(descending=True)[:blocks]
         result[tuple(at)][best[row[best] > -math.inf]] = True
@@ -153,6 +153,35 @@ def test_without_a_layout_all_blocks_are_candidates(queries, block_size, sizes):
             compiled(*draw(queries=queries))
 
 
+def test_only_own_blocks_are_chosen_whatever_their_score():
+    """With blocks of (1, 16), the grid of 6 queries and 90 keys is square, but its diagonal is not their own blocks."""
+    q, k, _ = (x.detach() for x in draw(queries=6))
+    layouts = bs.nn.topk_blocks(q, k, None, 1, block_size=(1, 16))
+    masks = chosen(q, k, bs.patterns.dense((6, 96), (1, 16)), 1).flatten(0, 1)
+    assert torch.equal(torch.stack([layout.mask() for layout in layouts]), masks)
+    assert not masks.diagonal(dim1=1, dim2=2).all()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 40, 64, 65, 90])
+def test_decoding_without_a_layout_serves_every_length_of_the_cache(keys):
+    q, k, v = draw(queries=1, keys=keys)
+    layouts = bs.nn.topk_blocks(q, k, None, 2)
+    wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, wide_k, wide_v)
+    torch.testing.assert_close(bs.nn.attention(q, k, v, layouts), expected)
+
+
+@pytest.mark.parametrize("block_size", [200, (16, 100)])
+def test_blocks_may_be_longer_than_the_input(block_size):
+    q, k, v = draw()
+    for lengths in (None, [90, 37]):
+        layouts = bs.nn.topk_blocks(q, k, None, 1, block_size=block_size, lengths=lengths)
+        assert all(layout.mask().all() for layout in layouts)
+        found = bs.nn.attention(q, k, v, layouts, lengths=lengths)
+        whole = bs.nn.attention(q, k, v, bs.patterns.dense((90, 90), 90), lengths=lengths)
+        torch.testing.assert_close(found, whole)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_nan_is_chosen_and_shows_in_the_result(compiled):
     torch._dynamo.reset()
@@ -199,12 +228,20 @@ def test_bad_input():
         bs.nn.topk_blocks(q[:, :, :40], k[:, :, :40], dense, 2)
     with pytest.raises(bs.BlockSparseError, match="q: expected as many queries as the layout has rows"):
         bs.nn.topk_blocks(q[:, :, :16], k, dense, 2)
-    with pytest.raises(bs.BlockSparseError, match=r"q: expected as many queries .* a layout of smaller blocks"):
+    with pytest.raises(bs.BlockSparseError, match=r"q: expected as many queries .*\(pass block_size=\(1, 64\)\)"):
         bs.nn.topk_blocks(q[:, :, :70], k, None, 2)
+    bs.nn.topk_blocks(q[:, :, :70], k, None, 2, block_size=(1, 64))
+    with pytest.raises(bs.BlockSparseError, match="q: expected 1 or more tokens"):
+        bs.nn.topk_blocks(q[:, :, :0], k, None, 2)
+    with pytest.raises(bs.BlockSparseError, match="k: expected 1 or more tokens"):
+        bs.nn.topk_blocks(q, k[:, :, :0], None, 2)
     with pytest.raises(bs.BlockSparseError, match="block_size: expected None if a layout is given, got 16"):
         bs.nn.topk_blocks(q, k, dense, 2, block_size=16)
     with pytest.raises(bs.BlockSparseError, match=r"block_size: expected a positive int .*, got 0"):
         bs.nn.topk_blocks(q, k, None, 2, block_size=0)
+    for size in (10**9, (1, 10**9)):
+        with pytest.raises(bs.BlockSparseError, match="block_size: expected blocks of at most 268,435,456"):
+            bs.nn.topk_blocks(q, k, None, 2, block_size=size)
     with pytest.raises(bs.BlockSparseError, match=r"k: expected a tensor \[batch, heads, tokens, d\], got NoneType"):
         bs.nn.topk_blocks(q, None, None, 2)
     with pytest.raises(bs.BlockSparseError, match="layout: expected a BlockLayout, got list"):

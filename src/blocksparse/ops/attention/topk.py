@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...checked import integer, shape_of
+from ...checked import checked_block, integer, shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ...patterns import dense
@@ -31,9 +31,9 @@ def topk_blocks(
 ) -> list[BlockLayout]:
     """Choose for each block of queries the blocks of keys with the largest scores, for `bs.nn.attention`.
 
-    The score of two blocks is the product of their mean query and mean key. A block on the diagonal of a square layout
-    is always chosen; in decoding, with fewer rows than columns, add the query's own block to the choice by
-    `layout | own`. The choice has no gradient.
+    The score of two blocks is the product of their mean query and mean key. With as many queries as keys and square
+    blocks, each row's own block, on the diagonal, is always chosen if it is a candidate. In decoding, add the query's
+    own block to the choice by `layout | own`. The choice has no gradient.
 
     A score of NaN counts as the largest one, as in `torch.topk`, so that a NaN in a key shows in the result. The number
     of chosen blocks does not depend on the data.
@@ -54,7 +54,7 @@ def topk_blocks(
         which serves any choice.
 
     Raises:
-        BlockSparseError: shapes do not fit, there is no sequence or no head, `blocks` is below 1, a length is beyond
+        BlockSparseError: shapes do not fit, there is no sequence, head or token, `blocks` is below 1, a length is beyond
             the keys, or the data cannot be read: on the meta device, and in transforms of `torch.func`.
 
     >>> import torch, blocksparse as bs
@@ -69,6 +69,10 @@ def topk_blocks(
     Source: Lu et al., MoBA: mixture of block attention for long-context LLMs (2025).
     """
     check_tensors(q, k, k)
+    for name, tensor in (("q", q), ("k", k)):
+        if not tensor.shape[2]:
+            raise BlockSparseError.expected(name, "1 or more tokens", list(tensor.shape))
+    of_all_blocks = layout is None
     if layout is None:
         layout = _ALL_BLOCKS[_key_of_all_blocks(q.shape[2], k.shape[2], 64 if block_size is None else block_size)]
     elif block_size is not None:
@@ -78,8 +82,11 @@ def topk_blocks(
     if not q.shape[0] or not q.shape[1]:
         raise BlockSparseError.expected("q", "1 or more sequences and heads", list(q.shape))
     blocks = integer("blocks", blocks, 1)
-    if row:
-        expected = "as many queries as the layout has rows (pass layout[first:], or a layout of smaller blocks)"
+    if row and layout.grid[0] > 1:  # a single row of blocks is that of all queries in any case
+        remedy = "pass layout[first:], or a layout of smaller blocks"
+        if of_all_blocks:
+            remedy = f"pass block_size=(1, {layout.block_shape[1]})"
+        expected = f"as many queries as the layout has rows ({remedy})"
         raise BlockSparseError.expected("q", expected, f"{q.shape[2]} queries and {k.shape[2]} keys")
     lengths = check_lengths(lengths, q, k.shape[2])
     if torch.compiler.is_dynamo_compiling():
@@ -96,13 +103,17 @@ def topk_blocks(
     return [BlockLayout.from_indices(rows, col, layout.grid, layout.block_shape) for col in cols.cpu().numpy()]
 
 
+MOST_SCORES = 2**28  # of a block of a layout of None; attention on a CPU allocates the scores of a block
+
 # Layouts that store all blocks, by (rows, columns, block height, block width).
 _ALL_BLOCKS: dict[tuple[int, int, int, int], BlockLayout] = {}
 
 
 def _key_of_all_blocks(queries: int, keys: int, block_size: int | tuple[int, int]) -> tuple[int, int, int, int]:
     """Return the key in `_ALL_BLOCKS` of the layout of these lengths, rounded up to whole blocks, and put it there."""
-    height, width = BlockLayout([[True]], block_size).block_shape
+    height, width = checked_block(block_size)
+    if height * width > MOST_SCORES:
+        raise BlockSparseError.expected("block_size", f"blocks of at most {MOST_SCORES:,} scores", block_size)
     key = -(-queries // height) * height, -(-keys // width) * width, height, width
     if key not in _ALL_BLOCKS:
         if len(_ALL_BLOCKS) >= 64:
@@ -171,7 +182,7 @@ def _chosen_columns(
     # Finite, because -inf marks blocks that are no candidates, and inf the query's own.
     limits = torch.finfo(scores.dtype)
     scores = scores.nan_to_num(nan=limits.max, posinf=limits.max, neginf=limits.min)
-    if layout.grid[0] == layout.grid[1]:
+    if q.shape[2] == k.shape[2] and height == width:
         own = torch.eye(layout.grid[0], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(own, torch.inf)
     values, cols = scores.masked_fill(~candidates.mask, -torch.inf).topk(candidates.most, -1)
@@ -182,6 +193,7 @@ def _chosen_columns(
 def _pooled(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     """Return the mean over each block of tokens, `[batch, heads, blocks, d]` in float32 or float64."""
     wide, tokens = x.to(accumulator(x.dtype)), x.shape[2]
+    block = min(block, tokens)  # a large block needs no padding, because there is only one
     missing = -tokens % block
     if lengths is not None:
         position = torch.arange(tokens + missing, device=x.device)
