@@ -179,15 +179,43 @@ def test_copies_have_a_clock_of_their_own():
     assert new.any()
 
 
-def test_updates_that_a_grad_scaler_skips_do_not_age():
-    layer, clock, new = grown(lambda params: torch.optim.AdamW(params, fused=True), 5)
-    scaler = torch.amp.GradScaler("cpu")
-    for factor in (math.inf, 1.0):
-        scaler.scale(layer(torch.randn(8, 96)).square().mean() * factor).backward()
-        scaler.step(clock.optimizer)
-        scaler.update()
-        clock.zero_grad()
-    assert clock.state[layer.values][BLOCK_AGE][new].tolist() == [[1, 0]] * int(new.sum())
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_grad_scaler_accepts_the_clock_as_the_optimizer(kind, fused):
+    def train(passed):
+        """Train with an overflow; return the values, and the ages of new blocks."""
+        layer, clock, new = grown(lambda params: kind(params, lr=0.01, fused=fused), 5)
+        scaler = torch.amp.GradScaler("cpu")
+        for t, factor in enumerate((1.0, math.inf, 1.0, math.nan, 1.0)):
+            before = layer.values.detach().clone()
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(t))
+            scaler.scale(layer(x).square().mean() * factor).backward()
+            if t == 4:
+                scaler.unscale_(passed(clock))
+            scaler.step(passed(clock))
+            scaler.update()
+            clock.zero_grad()
+            assert torch.equal(before, layer.values) == (factor != 1), "an overflow moves nothing"
+            assert (layer.values - before).abs().max() < 0.02
+        assert not hasattr(clock.optimizer, "found_inf")
+        assert not hasattr(clock.optimizer, "grad_scale")
+        return layer.values.detach(), clock.state[layer.values][BLOCK_AGE][new].tolist()
+
+    (values, ages), (expected, _) = train(lambda clock: clock), train(lambda clock: clock.optimizer)
+    assert torch.equal(values, expected)
+    assert ages == [[3, 0]] * len(ages), "skipped updates do not count"
+    assert ages
+
+
+def test_attributes_that_are_set_on_a_clock_are_the_optimizers():
+    _, clock, _ = grown(WARMED["SGD"], 5, steps=1)
+    clock.note = 3
+    assert clock.optimizer.note == clock.note == 3
+    del clock.note
+    assert not hasattr(clock.optimizer, "note")
+    clock.warmup = 7
+    assert clock.warmup == 7
+    assert not hasattr(clock.optimizer, "warmup")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from .sgd import SGD
 
 MAX_AGE = (1 << 16) - 1  # two digits of 8 bits: a state dict in bfloat16 keeps both exactly
 SETTLED = 1e-3  # a bias below this is not corrected any more
+OWN_ATTRIBUTES = {"optimizer", "warmup", "_updates", "_before", "_young"}  # all others are the optimizer's
 
 Group = Mapping[str, Any]
 State = Mapping[str, Tensor]
@@ -78,6 +79,19 @@ class BlockClock:
         if name == "optimizer":  # while copying
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # GradScaler sets `grad_scale` and `found_inf`, which a fused step reads from the optimizer itself.
+        if name in OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OWN_ATTRIBUTES:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "warmup": self.warmup}
