@@ -227,7 +227,8 @@ def picture(path: str | Path, of: Sequence[Group], timed: bool = True) -> None:
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
     machines = [(run.result or {}).get("machine") for group in of for run in group.runs]
     sets = {machine.get("isa") if isinstance(machine, dict) else None for machine in machines}
-    by = ("step", "seconds") if timed and len(sets) == 1 else ("step",)
+    timed = timed and len(sets) == 1 and any(group.curve("seconds")[0] for group in of)
+    by = ("step", "seconds") if timed else ("step",)
     columns = 2 if max(len(group.label) for group in of) < _LABEL else 1  # of the legend
     figure, axes = figure_and_axes((11, 4.2 + 0.2 * math.ceil(len(of) / columns)), columns=len(by))
     axes = [axes] if len(by) == 1 else axes
