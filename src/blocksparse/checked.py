@@ -18,6 +18,13 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Return the value as a bool after a check: numbers and strings are refused."""
+    if not isinstance(value, bool | np.bool_):
+        raise BlockSparseError.expected(name, "True or False", repr(value))
+    return bool(value)
+
+
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:
     """Return the value as an int after a check: `least` or more, and below `below` if given. Bools are refused.
 

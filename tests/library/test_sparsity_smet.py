@@ -141,3 +141,41 @@ def test_rows_get_equal_numbers_of_blocks_while_the_density_falls(growth):
         assert layer.layout.mask().sum(1).tolist() == [expected] * 8
         if call == 4 and growth == "random":
             assert (layer.layout.mask() & ~before.mask()).any(), "some blocks are new"
+
+
+def test_rows_with_fewer_blocks_than_they_are_to_keep_are_refused():
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(256, 256, density=0.5, block_size=8)
+    expected = r"15 blocks or more in each row of 0 .*got a row of \d+: start .*constant_fan_in\(\(256, 256\), \.\.\.\)"
+    with pytest.raises(bs.BlockSparseError, match=expected):
+        bs.sparsity.GradualBlockPruning(nn.Sequential(layer), density=0.47, end=4, every=1, constant_fan_in=True)
+    layer = bs.nn.Linear(256, 256, layout=bs.patterns.constant_fan_in((256, 256), 8, 0.5))
+    method = bs.sparsity.GradualBlockPruning(
+        layer, density=0.47, end=4, every=1, initial_density=0.5, constant_fan_in=True
+    )
+    for _ in range(4):
+        method.step()
+    assert layer.layout.mask().sum(1).tolist() == [15] * 32
+
+
+SWITCHES = {
+    "SET": {"keep_lines": 3},
+    "SMET": {"end": 4, "constant_fan_in": "yes"},
+    "CHTs": {"end": 4, "constant_fan_in": 1},
+    "RigL": {"end": 4, "constant_fan_in": None},
+    "ImportancePruning": {"keep_lines": "no"},
+    "GradualBlockPruning": {"end": 4, "constant_fan_in": "yes"},
+    "GradualPruning": {"end": 4, "keep_lines": 3, "block_size": 8},
+    "ThresholdPruning": {"q": 0.1, "begin": 0, "ramp": 2, "end": 4, "keep_lines": 0, "block_size": 8},
+    "MovementPruning": {"end": 4, "keep_lines": 3, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_are_bools(name):
+    makes_sparse = "block_size" in SWITCHES[name]
+    layer = nn.Linear(32, 32) if makes_sparse else bs.nn.Linear(32, 32, density=0.5, block_size=8)
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(bs.BlockSparseError, match=r"(keep_lines|constant_fan_in): expected True or False, got "):
+        getattr(bs.sparsity, name)(model, optimizer, **SWITCHES[name])

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...checked import integer, number
+from ...checked import boolean, integer, number
 from ...errors import BlockSparseError
+from ...layout import BlockLayout
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, replace_blocks, rewire
@@ -116,7 +117,7 @@ class GradualPruning(_MagnitudeSelection, MaskedPruner):
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
         self._configure(CubicSchedule(density, begin, end, every), norm, scope, self.blocks)
-        self.end, self.seed, self.keep_lines = end, integer("seed", seed, 0), keep_lines
+        self.end, self.seed, self.keep_lines = end, integer("seed", seed, 0), boolean("keep_lines", keep_lines)
 
     def _prune(self) -> None:
         """Drop the blocks with the smallest norms, down to the schedule's density."""
@@ -151,9 +152,11 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         initial_density: density at `begin`, 1 by default; 0.5 in GraNet and CHTss, for layers that start so.
         constant_fan_in: whether all rows of blocks of a weight get equally many blocks, those of the largest norms in
             the row, so that all neurons have equal work; then `scope` and `keep_lines` do not apply. False by default.
+            Layers start with all blocks or from `bs.patterns.constant_fan_in`.
 
     Raises:
-        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`.
+        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`; with
+            `constant_fan_in`, a row that has fewer blocks than it is to keep.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -191,7 +194,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines = keep_lines
+        self.keep_lines = boolean("keep_lines", keep_lines)
+        self.constant_fan_in = boolean("constant_fan_in", constant_fan_in)
         self.blocks = {}
         for name, module in self.modules.items():
             weight = handle_of(module)
@@ -203,9 +207,20 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
         self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
         self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
-        self.constant_fan_in = constant_fan_in
+        if self.constant_fan_in:
+            self._check_rows(density)
         if regrow and growth == "gradient":
             self._watch_gradients()
+
+    def _check_rows(self, density: float) -> None:
+        """Raise a BlockSparseError if a row of blocks has fewer blocks than rows keep at this density."""
+        for _, name, weight in self._trained_weights():
+            layout = weight.layout
+            count, fewest = blocks_per_row(density, layout), int(np.diff(layout.row_start).min())
+            if fewest < count:
+                expected = f"{count} blocks or more in each row of {name or 'the layer'} (constant_fan_in=True)"
+                remedy = f"start with all blocks, or from bs.patterns.constant_fan_in({layout.shape}, ...)"
+                raise BlockSparseError.expected("modules", expected, f"a row of {fewest}: {remedy}")
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks that move in call t, counted from 1."""
@@ -270,7 +285,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         """Drop the blocks with the smallest norms of each row of blocks that has more than the schedule's density."""
         for i, _, weight in self._trained_weights():
             layout = weight.layout
-            count = max(1, round(self.schedule(self.calls) * layout.grid[1]))
+            count = blocks_per_row(self.schedule(self.calls), layout)
             keep = mark_largest_of_rows(
                 layout.keys_of_blocks(),
                 stored_norms(weight, self.norm),
@@ -280,3 +295,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             )
             if not keep.all():
                 rewire(weight, np.flatnonzero(~keep), [], [], self.optimizer, on_layout_change=self.on_layout_change)
+
+
+def blocks_per_row(density: float, layout: BlockLayout) -> int:
+    """Return the number of blocks that each row of blocks stores at a density, as in `bs.patterns.constant_fan_in`."""
+    return max(1, round(density * layout.grid[1]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...checked import integer
+from ...checked import boolean, integer
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..lines import lines_of
@@ -109,7 +109,8 @@ class MovementPruning(GatedPruner):
         check_density(density, self.blocks, scope)
         self.scope, self.end = scope, end
         self.seed = integer("seed", seed, 0)
-        self._lines = {name: lines_of(blocks) for name, blocks in self.blocks.items()} if keep_lines else None
+        lines = self.blocks if boolean("keep_lines", keep_lines) else {}
+        self._lines = {name: lines_of(blocks) for name, blocks in lines.items()} or None
         self._attach({name: ScoreGate(blocks, self.dense[name]) for name, blocks in self.blocks.items()})
 
     def _step(self) -> bool:

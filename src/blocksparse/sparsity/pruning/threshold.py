@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...checked import integer, number
+from ...checked import boolean, integer, number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
 from ..lines import best_of_lines, lines_of
@@ -95,7 +95,7 @@ class ThresholdPruning(MaskedPruner):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
         self.schedule = Ramp(begin, ramp, end, every)
         self.end = end
-        self.seed, self.keep_lines = integer("seed", seed, 0), keep_lines
+        self.seed, self.keep_lines = integer("seed", seed, 0), boolean("keep_lines", keep_lines)
         by_name = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
         missing = [name for name in self.weights if name not in by_name]
         if missing:

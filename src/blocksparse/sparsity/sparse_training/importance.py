@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checked import integer, number
+from ...checked import boolean, integer, number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule, Weight
@@ -62,7 +62,7 @@ class ImportancePruning(DynamicSparsity):
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines = keep_lines
+        self.keep_lines = boolean("keep_lines", keep_lines)
         self.percentile = number("percentile", percentile, 0, 100)
         self.begin = integer("begin", begin, 0)
         for name, module in self.modules.items():

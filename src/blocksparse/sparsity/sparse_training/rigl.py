@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...checked import integer, number
+from ...checked import boolean, integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
 from ..selection import check_norm
@@ -79,7 +79,8 @@ class RigL(GradientGrowth):
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines, self.constant_fan_in = keep_lines, constant_fan_in
+        self.keep_lines = boolean("keep_lines", keep_lines)
+        self.constant_fan_in = boolean("constant_fan_in", constant_fan_in)
         self.end = integer("end", end, 1)
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...checked import integer, number
+from ...checked import boolean, integer, number
 from ...indices import Replacement
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, replace_blocks
@@ -82,7 +82,8 @@ class SET(DynamicSparsity):
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
-        self.keep_lines, self.constant_fan_in = keep_lines, constant_fan_in
+        self.keep_lines = boolean("keep_lines", keep_lines)
+        self.constant_fan_in = boolean("constant_fan_in", constant_fan_in)
         self.zeta = number("zeta", zeta, 0, 1)
         check_init(init)
         check_norm(norm)
