@@ -182,6 +182,34 @@ def test_blocks_may_be_longer_than_the_input(block_size):
         torch.testing.assert_close(found, whole)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("decoding", [False, True])
+def test_compiled_choices_without_a_layout_serve_several_lengths(decoding, fullgraph, dynamic):
+    torch._dynamo.reset()
+
+    def run(q, k, v):
+        return bs.nn.attention(q, k, v, bs.nn.topk_blocks(q, k, None, 2, block_size=(1, 16) if decoding else 16))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
+    for tokens in (100, 101, 120, 130, 101):
+        leaves = [x.detach() for x in draw(queries=1 if decoding else tokens, keys=tokens)]
+        torch.testing.assert_close(compiled(*leaves), run(*leaves))
+
+
+def test_compiled_choices_from_a_layout_serve_several_lengths():
+    torch._dynamo.reset()
+    candidates = bs.patterns.sliding_window(128, 128, 16)
+
+    def run(q, k, v):
+        return bs.nn.attention(q, k, v, bs.nn.topk_blocks(q, k, candidates, 3), causal=True)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for tokens in (115, 120, 128, 120):
+        leaves = [x.detach() for x in draw(queries=tokens, keys=tokens)]
+        torch.testing.assert_close(compiled(*leaves), run(*leaves))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_nan_is_chosen_and_shows_in_the_result(compiled):
     torch._dynamo.reset()

@@ -177,6 +177,17 @@ def test_positions_that_skip_numbers_equal_eager_attention(masked, use_cache):
     torch.testing.assert_close(compiled, found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_models_serve_several_lengths():
+    model = MODELS["mistral"]().eval()
+    model.set_attn_implementation("blocksparse")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for tokens in (60, 70, 130, 70):
+        ids = torch.randint(100, (1, tokens))
+        expected = model(ids, use_cache=False).logits
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_chunks_shorter_than_the_input_are_refused():
     from transformers.masking_utils import create_chunked_causal_mask
 

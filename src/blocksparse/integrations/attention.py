@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,8 @@ def attention_forward(
     """
     if position_bias is not None:
         raise BlockSparseError.expected("position_bias", 'None (use attn_implementation="sdpa")', "a tensor")
-    queries, keys = query.shape[2], key.shape[2]
+    # The layout depends on the number of keys, so a graph with dynamic lengths becomes one for this number.
+    queries, keys = query.shape[2], operator.index(key.shape[2])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = right = None
     config = getattr(module, "config", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,8 +55,8 @@ def topk_blocks(
         which serves any choice.
 
     Raises:
-        BlockSparseError: shapes do not fit, there is no sequence, head or token, `blocks` is below 1, a length is beyond
-            the keys, or the data cannot be read: on the meta device, and in transforms of `torch.func`.
+        BlockSparseError: shapes do not fit, there is no sequence, head or token, `blocks` is below 1, a length is
+            beyond the keys, or the data cannot be read: on the meta device, and in transforms of `torch.func`.
 
     >>> import torch, blocksparse as bs
     >>> q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
@@ -72,9 +73,11 @@ def topk_blocks(
     for name, tensor in (("q", q), ("k", k)):
         if not tensor.shape[2]:
             raise BlockSparseError.expected(name, "1 or more tokens", list(tensor.shape))
+    # A graph with dynamic lengths becomes one for these lengths, because the layout depends on them.
+    queries, keys = operator.index(q.shape[2]), operator.index(k.shape[2])
     of_all_blocks = layout is None
     if layout is None:
-        layout = _ALL_BLOCKS[_key_of_all_blocks(q.shape[2], k.shape[2], 64 if block_size is None else block_size)]
+        layout = _ALL_BLOCKS[_key_of_all_blocks(queries, keys, 64 if block_size is None else block_size)]
     elif block_size is not None:
         raise BlockSparseError.expected("block_size", "None if a layout is given", block_size)
     check_layout(layout)
