@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -99,6 +100,7 @@ def test_new_blocks_move_by_1_2_learning_rates_at_most(name, ratio, warmup):
 def test_new_blocks_train_as_new_parameters(make):
     layer, clock, new = grown(make, 0, steps=30)
     plain, without = copy.deepcopy((layer, clock.optimizer))
+    del without.state[plain.values][BLOCK_AGE]
     alone = nn.Parameter(layer.values.detach()[new].clone())
     optimizer = make([alone])
     for _ in range(60):
@@ -117,6 +119,7 @@ def test_new_blocks_train_as_new_parameters(make):
 def test_the_learning_rate_of_new_blocks_rises_linearly(name):
     layer, clock, new = grown(WARMED[name], 10, steps=3)
     plain = copy.deepcopy((layer, clock.optimizer))
+    del plain[1].state[plain[0].values][BLOCK_AGE]
     for age in range(1, 15):
         before = layer.values.detach().clone()
         plain[0].values.data.copy_(before)
@@ -164,6 +167,45 @@ def test_training_resumes_at_a_change_with_the_same_bits(dtype):
         train(*second, stop, 470)
         assert whole[0].layout == second[0].layout
         assert torch.equal(whole[0].values, second[0].values)
+
+
+def test_a_loaded_state_with_ages_and_no_clock_is_warned_of():
+    layer, clock, _ = grown(ADAMS["AdamW-0.9-0.999"], 10)
+    clock.load_state_dict(clock.state_dict())
+    for wrapped in (True, False):
+        optimizer = torch.optim.AdamW(layer.parameters())
+        optimizer.load_state_dict(clock.state_dict())
+        draw_gradient(layer)
+        if wrapped:
+            BlockClock(optimizer).step()
+            continue
+        with pytest.warns(bs.SparsityWarning, match="AdamW has ages of blocks but no BlockClock.* wrap the optimizer"):
+            optimizer.step()
+        optimizer.step()
+    clock.step()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_clock_around_a_prepared_optimizer_accumulates_with_accelerate(prepared):
+    accelerate = pytest.importorskip("accelerate")
+    layer = bs.nn.Linear(32, 32, density=0.5, block_size=8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        clock = BlockClock(accelerator.prepare(optimizer)) if prepared else accelerator.prepare(BlockClock(optimizer))
+        updates = []
+        optimizer.register_step_post_hook(lambda *_: updates.append(1))
+        warned = pytest.warns(bs.SparsityWarning, match=r"BlockClock\(accelerator.prepare\(")
+        with nullcontext() if prepared else warned:
+            for _ in range(8):
+                with accelerator.accumulate(layer):
+                    accelerator.backward(layer(torch.randn(4, 32)).square().mean())
+                    clock.step()
+                    clock.zero_grad()
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+    assert len(updates) == (2 if prepared else 8)
 
 
 def test_copies_have_a_clock_of_their_own():
@@ -231,8 +273,13 @@ def test_other_optimizers_are_refused_by_name(kind):
 def test_bad_arguments():
     parameters = [nn.Parameter(torch.ones(4, 4))]
     adam = torch.optim.Adam(parameters)
-    with pytest.raises(bs.BlockSparseError, match="warmup: expected an int, 0 or more, got -1"):
+    with pytest.raises(bs.BlockSparseError, match="warmup: expected an int, 0 or more and below 65536, got -1"):
         BlockClock(adam, warmup=-1)
+    with pytest.raises(bs.BlockSparseError, match=r"warmup: .* got 65536"):
+        BlockClock(adam, warmup=65_536)
+    BlockClock(torch.optim.SGD(parameters), warmup=65_535)
+    with pytest.raises(bs.BlockSparseError, match=r"betas: expected 0.9999 or less, .* 65,535 steps, got 0.99999"):
+        BlockClock(torch.optim.AdamW(parameters, betas=(0.9, 0.99999)))
     with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected a torch.optim.Optimizer, got list"):
         BlockClock(parameters)
     with pytest.raises(bs.BlockSparseError, match=r"capturable=True, but a CUDA graph runs no hooks"):

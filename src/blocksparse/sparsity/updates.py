@@ -46,7 +46,7 @@ class Updates:
         """Return whether a backward pass came without an update since the last call of this method."""
         missed = self._backward and not self._updated
         self._backward = self._updated = False
-        return missed and (self._ever_updated or _accelerate_accumulates() or self._overflowed())
+        return missed and (self._ever_updated or accelerate_accumulates() or self._overflowed())
 
     def _overflowed(self) -> bool:
         """Return whether the first update was skipped: GradScaler skips it if a gradient is not finite."""
@@ -64,7 +64,7 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def _accelerate_accumulates() -> bool:
+def accelerate_accumulates() -> bool:
     """Return whether accelerate is accumulating gradients."""
     accelerate = sys.modules.get("accelerate.state")
     return accelerate is not None and not accelerate.GradientState._shared_state.get("sync_gradients", True)

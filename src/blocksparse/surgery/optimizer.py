@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import BLOCK_AGE, averaged_axis, check_optimizer_state, is_block_age
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, SparsityWarning
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .rows import put_rows, take_rows, true_positions
 from .sharding import local_of
@@ -388,11 +389,20 @@ def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
 
 
 def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Register `NewBlocks` for a state that may have been loaded, before the first step."""
+    """Register `NewBlocks` for a state that may have been loaded, before the first step; warn of a missing clock."""
+    has_clock = any(has_block_clock(each) for each in optimizers_in(optimizer))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if state := optimizer.state.get(parameter):
                 watch_new_blocks(parameter, state)
+                if BLOCK_AGE in state and not has_clock:
+                    has_clock = True  # one warning is enough
+                    warnings.warn(
+                        f"the state of {type(optimizer).__name__} has ages of blocks but no BlockClock, so young "
+                        "blocks may move too far: wrap the optimizer in bs.sparsity.BlockClock after loading",
+                        SparsityWarning,
+                        stacklevel=4,
+                    )
 
 
 before_first_step.append(_watch_loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ...checked import BLOCK_AGE, integer
-from ...errors import BlockSparseError
+from ...errors import BlockSparseError, SparsityWarning
 from ...surgery.optimizer import clocked, has_block_clock, is_optimizer, unwrapped
 from ...surgery.rows import put_rows, take_rows
 from ...surgery.sharding import local_of
-from ..updates import was_skipped
+from ..updates import accelerate_accumulates, was_skipped
 from .sgd import SGD
 
 MAX_AGE = (1 << 16) - 1  # two digits of 8 bits: a state dict in bfloat16 keeps both exactly
 SETTLED = 1e-3  # a bias below this is not corrected any more
+MAX_BETA = 0.9999  # its bias at the largest age is 0.0014
 OWN_ATTRIBUTES = {"optimizer", "warmup", "_updates", "_before", "_young"}  # all others are the optimizer's
 
 Group = Mapping[str, Any]
@@ -34,9 +36,11 @@ class BlockClock:
     `warmup` of these steps. Blocks that existed before the first change are as the optimizer left them.
 
     Hooks correct the values of young blocks after each `optimizer.step()`. The ages are in the optimizer's state, so
-    they are saved with it, follow the blocks, and work under DDP, FSDP2 and tensor parallelism. Pass either the
-    optimizer or the clock to methods, and the optimizer to schedulers. After loading the state of a clocked optimizer,
-    wrap the optimizer again.
+    they are saved with it, follow the blocks, and work under DDP, FSDP2 and tensor parallelism. The clock itself is not
+    saved: if you load the state into a new optimizer, wrap that one too; a warning reminds you.
+
+    Methods and GradScaler accept the clock or the optimizer. Schedulers accept the optimizer only. accelerate's
+    `prepare` ignores a clock: prepare the optimizer first, then wrap it.
 
     - Adam, AdamW, NAdam, also fused, foreach, AMSGrad: as a new parameter's.
     - RAdam: likewise, but blocks rest while its second moment has too few steps to be rectified.
@@ -44,11 +48,11 @@ class BlockClock:
 
     Args:
         optimizer: one of these, or a wrapper of it such as accelerate's.
-        warmup: steps over which the learning rate of a new block rises, 100 by default; 0 for none.
+        warmup: steps over which the learning rate of a new block rises, 100 by default; 0 for none, 65,535 at most.
 
     Raises:
         BlockSparseError: another kind of optimizer; one with `capturable=True`, whose graph runs no hooks; one that has
-            a clock; a negative `warmup`.
+            a clock; Adam's betas above 0.9999, whose bias outlasts the clock; `warmup` out of range.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -65,7 +69,7 @@ class BlockClock:
     def __init__(self, optimizer: Any, warmup: int = 100):
         if not is_optimizer(optimizer):
             raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
-        self.optimizer, self.warmup = optimizer, integer("warmup", warmup, 0)
+        self.optimizer, self.warmup = optimizer, integer("warmup", warmup, 0, below=MAX_AGE + 1)
         if has_block_clock(self._inner):
             raise BlockSparseError(
                 f"optimizer: this {type(self._inner).__name__} has a BlockClock already: use that one"
@@ -115,6 +119,13 @@ class BlockClock:
     @torch.no_grad()
     def _remember(self, optimizer: Any, *_: Any) -> None:
         """Copy the values of young blocks before a step."""
+        if accelerate_accumulates():  # an optimizer that accelerate has prepared does not step now
+            warnings.warn(
+                f"{type(optimizer).__name__} steps while accelerate accumulates gradients: prepare ignores a "
+                "BlockClock, so write BlockClock(accelerator.prepare(optimizer))",
+                SparsityWarning,
+                stacklevel=4,
+            )
         self._before = {}
         for group in optimizer.param_groups:
             limit = max(self.warmup, settling_time(group))
@@ -265,7 +276,13 @@ def _update_of(optimizer: Any) -> Update | None:
         raise BlockSparseError(
             f"optimizer: {kind.__name__} has capturable=True, but a CUDA graph runs no hooks: use capturable=False"
         )
-    return UPDATES.get(kind)
+    update = UPDATES.get(kind)
+    betas = [float(beta) for group in optimizer.param_groups for beta in group.get("betas", ())]
+    if update is not None and max(betas) > MAX_BETA:
+        raise BlockSparseError.expected(
+            "betas", f"{MAX_BETA} or less, since a BlockClock counts {MAX_AGE:,} steps", max(betas)
+        )
+    return update
 
 
 def _read(ages: Tensor) -> Tensor:
