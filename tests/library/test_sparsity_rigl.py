@@ -275,8 +275,21 @@ def test_a_step_allocates_no_more_than_a_tile(monkeypatch):
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
-    with pytest.raises(bs.BlockSparseError, match=r"expected a backward pass through it before .*got none"):
+    with pytest.raises(bs.BlockSparseError, match="expected a backward pass through it before, got none"):
         method.step()
+
+
+def test_a_state_saved_between_both_steps_names_the_remedy():
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)
+    layer(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    method.load_state_dict(method.state_dict())
+    with pytest.raises(bs.BlockSparseError, match="got none: after loading, run a whole iteration first, since record"):
+        method.step()
+    update(optimizer, layer(torch.randn(4, 8)).square().sum(), method)
+    assert method.calls == 2
 
 
 def an_iteration(layer, optimizer):

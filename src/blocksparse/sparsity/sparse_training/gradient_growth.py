@@ -120,9 +120,10 @@ class GradientGrowth(DynamicSparsity):
         """
         for i, name, _ in self._trained_weights():
             if not self._watches[i].passes:
-                expected = "a backward pass through it before (torch.compile hides it unless "
-                expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False)"
-                raise BlockSparseError.expected(f"step of {name or type(self).__name__}", expected, "none")
+                expected = "a backward pass through it before"
+                remedy = "none: after loading, run a whole iteration first, since recorded gradients are not saved; "
+                remedy += "under torch.compile, set torch._dynamo.config.skip_nnmodule_hook_guards to False"
+                raise BlockSparseError.expected(f"step of {name or type(self).__name__}", expected, remedy)
             self._watches[i].drop_overflows()
         return self._watches
 
