@@ -9,7 +9,7 @@ import numpy as np
 
 from .checked import checked_indices, checked_pairs
 from .errors import BlockSparseError
-from .optional_torch import torch
+from .optional_torch import has_torch, torch
 
 # With this many blocks or rows, copies and caches are avoided. Work goes through them in chunks of this size.
 LARGE = 1 << 20
@@ -142,3 +142,28 @@ class PicklableRef(weakref.ref[Any]):
 
 def _no_layout() -> None:
     return None
+
+
+def part_of_layout(layout: Any, top: int, bottom: int, left: int, right: int) -> Any:
+    """Return the layout of the rows from top to bottom and the columns from left to right, in blocks."""
+    if not has_torch or not torch.compiler.is_dynamo_compiling():
+        return _part_of_layout(layout, top, bottom, left, right)
+    _cache_part_while_tracing(layout, top, bottom, left, right)
+    return layout.derived(("part", top, bottom, left, right), lambda: None)
+
+
+def _part_of_layout(layout: Any, top: int, bottom: int, left: int, right: int) -> Any:
+    row, col = layout.row_of_block, layout.col_of_block
+    inside = (row >= top) & (row < bottom) & (col >= left) & (col < right)
+    keys = (row[inside] - top) * (right - left) + (col[inside] - left)
+    return layout._from_keys(keys, (bottom - top, right - left), layout.block_shape)
+
+
+def _cache_part_while_tracing(layout: Any, *place: int) -> bool:
+    """Make the part when torch.compile traces, so that the graph finds it in the layout."""
+    layout.derived(("part", *place), lambda: _part_of_layout(layout, *place))
+    return True
+
+
+# Dynamo calls this function, because it cannot trace numpy's steps.
+_cache_part_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

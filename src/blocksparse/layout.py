@@ -29,6 +29,7 @@ from .indices import (
     copy_to_tensor,
     index_dtype,
     is_hypersparse,
+    part_of_layout,
 )
 from .optional_torch import has_torch, tensor_or_array, torch
 
@@ -313,10 +314,8 @@ class BlockLayout:
         tensor([[True, True]])
         """
         (top, bottom), (left, right) = checked_block_slices(key, self.grid)
-        row, col = self.row_of_block, self._col
-        inside = (row >= top) & (row < bottom) & (col >= left) & (col < right)
-        keys = (row[inside] - top) * (right - left) + (col[inside] - left)
-        return BlockLayout._from_keys(keys, (bottom - top, right - left), self.block_shape)
+        part: BlockLayout = part_of_layout(self, top, bottom, left, right)
+        return part
 
     def __or__(self, other: object) -> BlockLayout:
         """Return the layout of the blocks of either layout; both must have one grid and block size."""

@@ -63,6 +63,41 @@ def test_many_layouts_one_recompilation(name, densities, layouts):
             evolve(net, step, densities[0] + (densities[1] - densities[0]) * step / (layouts - 1))
 
 
+PARTS = {
+    "crop": lambda layout, tokens: layout.crop(-(-tokens // 16) * 16, -(-tokens // 16) * 16),
+    "slices": lambda layout, tokens: layout[: -(-tokens // 16), : -(-tokens // 16)],
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_layouts_within_a_compiled_function(name, fullgraph):
+    layouts = [bs.patterns.sliding_window(256, window, block_size=16) for window in (64, 128)]
+
+    def run(q, layout):
+        return bs.nn.attention(q, q, q, PARTS[name](layout, q.shape[2]), causal=True)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph)
+    for layout, tokens in [(layouts[0], 128), (layouts[0], 200), (layouts[1], 200), (layouts[0], 128)]:
+        q = torch.randn(1, 2, tokens, 8)
+        torch.testing.assert_close(compiled(q, layout), run(q, layout))
+
+
+@pytest.mark.parametrize("combine", [lambda layout, own: layout | own, lambda layout, own: layout[:, :6]])
+def test_choices_cannot_be_combined_within_a_compiled_function(combine):
+    own = bs.BlockLayout.from_indices([0], [5], (1, 6), (1, 16))
+
+    def run(q, k):
+        layouts = bs.nn.topk_blocks(q, k, None, 2, block_size=(1, 16))
+        return bs.nn.attention(q, k, k, [combine(layout, own) for layout in layouts])
+
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 90, 8)
+    assert run(q, k).isfinite().all()
+    for fullgraph in (False, True):
+        with pytest.raises(Exception, match="combine or crop it outside"):
+            torch.compile(run, backend="aot_eager", fullgraph=fullgraph)(q, k)
+
+
 def test_a_graph_for_any_layout_notices_overwritten_buffers():
     net, x = bs.nn.Linear(32, 48, density=0.5, block_size=8), torch.randn(5, 32)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)

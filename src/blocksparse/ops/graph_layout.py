@@ -50,6 +50,15 @@ class DynamicLayout(BlockLayout):
     def indices_on(self, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         return self.indices
 
+    def keys_of_blocks(self) -> np.ndarray:
+        raise BlockSparseError(
+            "The blocks of a layout that is chosen within a compiled graph are not known: combine or crop it outside "
+            "of the compiled function"
+        )
+
+    def __getitem__(self, key: Any) -> BlockLayout:
+        return BlockLayout._from_keys(self.keys_of_blocks(), self.grid, self.block_shape)
+
     def __repr__(self) -> str:
         return f"DynamicLayout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz})"
 

@@ -164,9 +164,9 @@ def _attention_with_sink_tokens(
         keys, crops = min(visible, keys), []
         for layout in layouts:
             columns = min(-(-visible // layout.block_shape[1]), layout.grid[1])
-            if torch.compiler.is_dynamo_compiling():
-                _crop_while_tracing(layout, columns)
-            crops.append(_first_columns(layout, columns))
+            # Dynamo cannot trace that layouts cache a part, but `layout[...]` does so while it traces.
+            tracing = torch.compiler.is_dynamo_compiling()
+            crops.append(layout[:, :columns] if tracing else _first_columns(layout, columns))
     rules = rules._replace(left=None, right=None, spans=before)
     other_y, other_lse = run_attention(q, k[:, :, :keys], v[:, :, :keys], crops, rules, None, return_lse=True)
     y, lse = merge(y, cast("Tensor", lse), other_y, cast("Tensor", other_lse))
@@ -175,16 +175,6 @@ def _attention_with_sink_tokens(
 
 def _first_columns(layout: BlockLayout, columns: int) -> BlockLayout:
     return layout.derived(("first columns", columns), lambda: layout[:, :columns])
-
-
-def _crop_while_tracing(layout: BlockLayout, columns: int) -> bool:
-    """Make the crop when torch.compile traces, so that the graph finds it in the layout."""
-    _first_columns(layout, columns)
-    return True
-
-
-# Dynamo calls this function, because it cannot trace how layouts are cropped.
-_crop_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_layout_per_sequence(q: Any, k: Any, v: Any, layout: Sequence[BlockLayout]) -> bool:
