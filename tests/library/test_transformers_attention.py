@@ -199,6 +199,18 @@ def test_chunks_shorter_than_the_input_are_refused():
         create_chunked_causal_mask(inputs_embeds=torch.ones(1, 17, 8), **options)
 
 
+def test_images_whose_tokens_see_each_other_are_refused():
+    from transformers.masking_utils import create_causal_mask
+
+    config = transformers.LlamaConfig(**SIZES)
+    config._attn_implementation = "blocksparse"
+    options = {"config": config, "inputs_embeds": torch.ones(1, 6, 8), "attention_mask": None, "past_key_values": None}
+    text, image = torch.full((1, 6), -1), torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    assert create_causal_mask(**options, block_sequence_ids=text) is None
+    with pytest.raises(bs.BlockSparseError, match='no later keys for tokens of images: use "sdpa"'):
+        create_causal_mask(**options, block_sequence_ids=image)
+
+
 def test_documents_with_padding_on_either_side():
     model, ids = MODELS["llama"]().eval(), torch.randint(100, (2, 60))
     positions = torch.cat([torch.arange(25), torch.arange(35)]).expand(2, -1)

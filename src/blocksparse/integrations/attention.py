@@ -221,8 +221,9 @@ def padding_mask(
     Where transformers detects packed documents, the result is the first key of each query's document, int32.
 
     Raises:
-        BlockSparseError: the model has a mask function of its own, chunks shorter than the input, or a static cache
-            with unused keys, or there is padding between tokens; a compiled graph cannot check the latter.
+        BlockSparseError: the model has a mask function of its own, chunks shorter than the input, images whose tokens
+            see each other, or a static cache with unused keys, or there is padding between tokens; a compiled graph
+            cannot check for images and padding.
     """
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     chunked = chunk is not None and kwargs.get("local_size") == chunk and kv_offset + kv_length > chunk
@@ -237,9 +238,14 @@ def padding_mask(
             f'attn_implementation="{NAME}" needs a dynamic cache: a static one has unused keys. Omit '
             'cache_implementation, or use "sdpa"'
         )
+    square = causal and mask_function is not None and q_length == kv_length
+    if square and not torch.compiler.is_compiling():
+        number = torch.arange(1, kv_length, device=kwargs.get("device"))[None]
+        sequence = torch.arange(batch_size, device=number.device)[:, None]
+        if mask_function(sequence, number.new_zeros(()), number - 1, number).any():
+            raise BlockSparseError(f'attn_implementation="{NAME}" has no later keys for tokens of images: use "sdpa"')
     if attention_mask is None:
-        packable = causal and mask_function is not None and q_length == kv_length
-        return _first_of_packed(mask_function, batch_size, kv_length, kwargs.get("device")) if packable else None
+        return _first_of_packed(mask_function, batch_size, kv_length, kwargs.get("device")) if square else None
     attention_mask = attention_mask[:, -kv_length:].bool()
     if torch.compiler.is_compiling():
         return attention_mask
