@@ -59,10 +59,10 @@ def an_lstm_forward(*layouts):
 def a_hidden_forward(kind, layout):
     features = layout.shape[0]
 
-    def call(pre, bias, **rest):
-        cpu.hidden_forward(weights_of(rest, layout), RAGGED, kind, pre, None, bias, states_of(rest)[0])
+    def call(pre, bias, h_after, h_final, **rest):
+        cpu.hidden_forward(weights_of(rest, layout), RAGGED, kind, pre, None, bias, h_after, h_final)
 
-    states = {name: shape for name, shape in STATES.items() if name.startswith("h_")}
+    states = {name: STATES[name] for name in ("h_after", "h_final")}
     return {**values_of(layout), "pre": (3, features), "bias": (features,), **states}, call
 
 
