@@ -192,11 +192,12 @@ def can_bypass_dispatcher(*tensors: Any, plain_call: bool = False) -> bool:
             or tensor._is_zerotensor()
         ):
             return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_tracing_state() is None
-    )
+    return torch._C._len_torch_dispatch_stack() == 0 and not in_transform() and torch._C._get_tracing_state() is None
+
+
+def in_transform() -> bool:
+    """Return whether a transform of `torch.func` watches, which needs PyTorch's own operations."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def can_call_core(*tensors: Tensor | None) -> bool:

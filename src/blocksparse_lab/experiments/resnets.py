@@ -17,6 +17,16 @@ from .equal_seconds import EqualSeconds
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, format_setting, read_results
 
 KEPT = "consistency.json"
+# Columns that all networks on images have.
+SIZE_AND_TRAINING = (
+    Column("parameters", "facts.parameters"),
+    Column("multiply-adds per image", "facts.multiply_adds_per_image"),
+    Column("learning rate", "settings.learning_rate"),
+    Column("weight decay", "settings.weight_decay"),
+    Column("images per batch", "task.batch"),
+    Column("epochs", "facts.epochs"),
+    SEEDS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +69,7 @@ class ResNetExperiment(Experiment):
             ),
             Column("channels of the stages", lambda run, _: format_setting(_channels(run.task["model"]))),
             Column("blocks of the stages", "task.model.blocks"),
-            Column("parameters", "facts.parameters"),
-            Column("multiply-adds per image", "facts.multiply_adds_per_image"),
-            Column("learning rate", "settings.learning_rate"),
-            Column("weight decay", "settings.weight_decay"),
-            Column("images per batch", "task.batch"),
-            Column("epochs", "facts.epochs"),
-            SEEDS,
+            *SIZE_AND_TRAINING,
             Column("test images", "facts.tested"),
             Column("test accuracy, %", "facts.accuracy", 2),
             Column(f"test accuracy, against {first}", "facts.accuracy", 2, against=first),

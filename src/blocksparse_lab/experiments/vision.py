@@ -19,7 +19,8 @@ from ..training.compare import Run
 from ..training.trainer import Trainer
 from .classifiers import VALIDATION, seconds_per_epoch
 from .equal_seconds import EqualSeconds
-from .experiment import SEEDS, Column, DataDir, Experiment
+from .experiment import Column, DataDir, Experiment
+from .resnets import SIZE_AND_TRAINING
 from .transformers import TransformerContender, blocks
 
 VALIDATED = 5000  # training images that tune settings
@@ -75,13 +76,7 @@ class ViTExperiment(Experiment):
             Column("features of a patch", "task.model.width"),
             Column("blocks", lambda _, of: blocks(of)),
             Column("density of the layers' weights", lambda run, _: f"{run.facts['density']:.3g}"),
-            Column("parameters", "facts.parameters"),
-            Column("multiply-adds per image", "facts.multiply_adds_per_image"),
-            Column("learning rate", "settings.learning_rate"),
-            Column("weight decay", "settings.weight_decay"),
-            Column("images per batch", "task.batch"),
-            Column("epochs", "facts.epochs"),
-            SEEDS,
+            *SIZE_AND_TRAINING,
             Column("validation images" if self.choosing else "test images", "facts.tested"),
             Column(f"{error}, %", "facts.error", 2),
             *(Column(f"{error}, against {base}", "facts.error", 2, against=base) for base in bases),

@@ -13,6 +13,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..checks import SUM_DTYPES
 from ..graph_layout import DynamicLayout
+from ..registry import in_transform
 
 
 def check_operands(q: Any, k: Any, v: Any, layout: Any) -> tuple[list[BlockLayout], int]:
@@ -180,5 +181,4 @@ def _ints(name: str, value: Any, expected: str, device: torch.device) -> Tensor:
 
 def _can_read(tensor: Tensor) -> bool:
     """Return whether the host can read the tensor's numbers without waiting for a device."""
-    functional = torch._C._functorch.maybe_current_level() is not None
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not functional
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not in_transform()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from .. import workspace
 from ..checks import check_tangents
-from ..registry import can_bypass_dispatcher
+from ..registry import can_bypass_dispatcher, in_transform
 from ..torch_op import LIBRARY, define_op
 
 
@@ -87,7 +87,7 @@ def spread(x: Tensor, routes: Routes) -> Tensor:
     tensor([[1., 2., 2., 1.]])
     """
     check_tangents(hidden_states=x)
-    if _in_transform():
+    if in_transform():
         return F.embedding(routes.token, x)
     y: Tensor = torch.ops.blocksparse.spread(x, routes.token, routes.place)
     return y
@@ -101,15 +101,10 @@ def collect(y: Tensor, routes: Routes) -> Tensor:
     >>> collect(torch.tensor([[1.0], [2.0], [4.0], [8.0]]), routes).T
     tensor([[9., 6.]])
     """
-    if _in_transform():
+    if in_transform():
         return F.embedding(routes.place, y).sum(1)
     x: Tensor = torch.ops.blocksparse.collect(y, routes.token, routes.place)
     return x
-
-
-def _in_transform() -> bool:
-    """Return whether a transform of `torch.func` watches, which differentiates PyTorch's own operations only."""
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _spread(x: Tensor, token: Tensor, place: Tensor) -> Tensor:
