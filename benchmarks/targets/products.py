@@ -80,7 +80,7 @@ def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dic
 def _targets(bench: Bench, shrink: int) -> RowIterator:
     """Yield the rows of speed-ups over peers; a CPU that lacks what a target presumes is timed without a target."""
     amx = cpu_core.isa() == "amx"
-    lacking = "another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here"
+    lacking = "another instruction set was asked for" if cpu_core.isas().get("amx") else "no AMX here"
     for name, target in REACH.items():
         spec = target.spec.shrunk(shrink)
         ratios: dict[str, float | None] = dict(target.ratios)

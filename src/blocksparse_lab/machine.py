@@ -79,10 +79,22 @@ def cpu_model() -> str:
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = name_in_cpuinfo(Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        name = None
+    return name or platform.processor() or platform.machine()
+
+
+def name_in_cpuinfo(cpuinfo: str) -> str | None:
+    """Return the CPU's name in the text of /proc/cpuinfo, with the generation of a Zen 4; None if it has no name.
+
+    Virtual machines often hide an EPYC's number. AVX-512 on Zen 4 takes twice the cycles that it takes on Zen 5.
+    """
+    facts = dict(re.findall(r"^(.+?)\s*:[ \t]*(.*)$", cpuinfo.partition("\n\n")[0], re.MULTILINE))
+    name, flags = facts.get("model name"), facts.get("flags", "").split()
+    # Of AMD's family 25 (Zen 3 and 4) only Zen 4 has AVX-512.
+    is_zen4 = facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25" and "avx512f" in flags
+    return f"{name}, Zen 4" if name and is_zen4 else name or None
 
 
 def slug(text: str) -> str:

@@ -297,6 +297,17 @@ def test_machine_facts_are_json():
     assert facts["cpu"]
 
 
+@pytest.mark.parametrize(
+    ("family", "flags", "name"),
+    [(25, "avx2 avx512f", "AMD EPYC, Zen 4"), (25, "avx2", "AMD EPYC"), (26, "avx2 avx512f", "AMD EPYC")],
+)
+def test_cpu_name_tells_zen_4_from_zen_5(family, flags, name):
+    processor = f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel name\t: AMD EPYC\npower management:\n"
+    cpuinfo = "\n".join(f"processor\t: {i}\n{processor}flags\t\t: {flags}\n" for i in range(2))
+    assert machine.name_in_cpuinfo(cpuinfo) == name
+    assert machine.name_in_cpuinfo("processor\t: 0\n") is None
+
+
 # -- programs ------------------------------------------------------------------------------------------------------
 
 QUICK = ["--rounds", 1, "--budget", 0.01]
