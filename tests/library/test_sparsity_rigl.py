@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.sparsity.selection import norms_over
 from blocksparse.sparsity.sparse_training.dense_gradient import (
     TILE,
     GradientWatch,
@@ -130,6 +131,18 @@ def test_norms_of_convolutions_are_those_of_the_dense_gradient(name):
     found = torch.cat([norms for _, norms in tiles])
     torch.testing.assert_close(found.flatten(), dense.values.grad.flatten(1).norm(dim=1))
     assert found.min() > 0
+
+
+@pytest.mark.parametrize("norm", ["l2", "mean", "max"])
+@pytest.mark.parametrize("block", [1, 8, (2, 8), (8, 1)])
+def test_norms_of_a_layer_wider_than_a_tile(block, norm):
+    torch.manual_seed(0)
+    layout = bs.patterns.random((24, 1280), block, density=0.1, seed=0)
+    passes = [LinearPass(torch.randn(3, 1280).double(), torch.randn(3, 24).double(), layout.shape) for _ in range(2)]
+    found = torch.cat([norms for _, norms in gradient_norms(passes, layout, norm=norm, tile=1 << 13)])
+    dense = sum(one.grad.T @ one.x for one in passes)
+    height, width = layout.block_shape
+    torch.testing.assert_close(found, norms_over(dense.view(-1, height, 1280 // width, width), norm, (1, 3)))
 
 
 def test_convolutions_grow_where_their_gradient_is():
