@@ -10,7 +10,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity.pruning.schedule import CubicSchedule, SigmoidSchedule
-from blocksparse.sparsity.sparse_training import chts
+from blocksparse.sparsity.sparse_training import chts, growth
 from blocksparse.sparsity.sparse_training.chts import path_scores
 from blocksparse.sparsity.sparse_training.growth import draw_by_score
 from loops import update
@@ -56,10 +56,21 @@ def test_draws_follow_the_scores():
     generator, counts = np.random.default_rng(0), np.zeros(4)
     scores = np.array([1.0, 2.0, 5.0, 0.0])
     for _ in range(4000):
-        counts[draw_by_score(chts._logarithms(scores), 1, generator)] += 1
+        counts[draw_by_score(scores, 1, generator)] += 1
     np.testing.assert_allclose(counts / 4000, scores / 8, atol=0.03)
-    assert sorted(draw_by_score(chts._logarithms(scores), 4, generator)) == [0, 1, 2, 3]
-    assert 3 not in draw_by_score(chts._logarithms(scores), 3, generator), "0 is drawn last"
+    assert sorted(draw_by_score(scores, 4, generator)) == [0, 1, 2, 3]
+    assert 3 not in draw_by_score(scores, 3, generator), "0 is drawn last"
+
+
+@pytest.mark.parametrize("count", [1, 7, 60, 100])
+def test_draws_do_not_depend_on_the_chunks(count, monkeypatch):
+    scores = np.random.default_rng(1).random(100).astype(np.float32)
+    drawn = []
+    for chunk in (100, 9):
+        monkeypatch.setattr(growth, "DRAW_CHUNK", chunk)
+        drawn.append(draw_by_score(scores, count, np.random.default_rng(0)).tolist())
+    assert drawn[0] == drawn[1] == sorted(set(drawn[0]))
+    assert len(drawn[0]) == count
 
 
 def test_blocks_grow_by_score_and_go_by_norm():

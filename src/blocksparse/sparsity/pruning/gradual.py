@@ -257,8 +257,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         """Drop this fraction of the blocks of one weight, the smallest, and grow as many without gradients."""
         count = int(fraction * weight.layout.nnz)
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
-        logarithms = topological_scores(weight, drop) if self.growth == "topology" else None
-        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
+        scores = topological_scores(weight, drop) if self.growth == "topology" else None
+        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, scores)
         change = without_returning(weight.layout, change)
         replace_blocks(weight, change, self.optimizer, on_layout_change=self.on_layout_change)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,18 +111,18 @@ class CHTs(SET):
         """Drop and grow blocks of one weight; those that would do both stay."""
         layout = weight.layout
         count = int(self.fraction(self.calls) * layout.nnz)
-        scores = self.temperature(self.calls) * _logarithms(stored_norms(weight, self.norm))
+        powers = powers_of_norms(stored_norms(weight, self.norm), self.temperature(self.calls))
         drop = np.ones(layout.nnz, dtype=bool)
-        drop[draw_by_score(scores, layout.nnz - count, generator)] = False
-        logarithms = topological_scores(weight, drop)
-        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, logarithms)
+        drop[draw_by_score(powers, layout.nnz - count, generator)] = False
+        scores = topological_scores(weight, drop)
+        change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, scores)
         self._replace(weight, without_returning(layout, change), generator)
 
 
 def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
-    """Return logarithms of CH2-L3n scores of all places without the dropped blocks, float32 `[rows, columns]`.
+    """Return CH2-L3n scores of all places without the dropped blocks, float32 `[rows, columns]`.
 
-    Those of places without a score, and then of padding, are below all others. Blocks that stay have -inf.
+    Those of places without a score, and then of padding, are below all others. Blocks that stay have 0.
     """
     layout = weight.layout
     if layout.grid[0] * layout.grid[1] > MAX_PLACES:
@@ -130,14 +130,13 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
             "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
         )
     keys = layout.keys_of_blocks()[~drop]
-    with np.errstate(divide="ignore"):
-        logarithms = np.log(path_scores(BlockLayout._from_keys(keys, layout.grid, (1, 1))).numpy())
+    scores = path_scores(BlockLayout._from_keys(keys, layout.grid, (1, 1))).numpy()
     # These bounds are apart by more than random numbers can bridge.
-    np.maximum(logarithms, -200, out=logarithms)
+    np.maximum(scores, 1e-20, out=scores)
     padding = [np.delete(np.arange(size), side) for size, side in zip(layout.grid, lines_of(weight), strict=True)]
-    logarithms[padding[0]] = logarithms[:, padding[1]] = -1000
-    logarithms.reshape(-1)[keys] = -np.inf
-    return logarithms
+    scores[padding[0]] = scores[:, padding[1]] = 1e-35
+    scores.reshape(-1)[keys] = 0
+    return scores
 
 
 def without_returning(layout: BlockLayout, change: Replacement) -> Replacement:
@@ -156,26 +155,30 @@ def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tens
     e_ij = max(blocks of row j - D_ij, 1) - 1 other blocks besides the predicted one. A path from row i over row j to
     column k counts (D_ij + 1) / (e_ij + 1) where D_ij > 0. Paths over columns count likewise, and both are added.
     """
+    scores = torch.empty(layout.grid, dtype=dtype, device="cpu")
     with torch.autocast("cpu", enabled=False):
-        return _paths_over_rows(layout, dtype).add_(_paths_over_rows(layout.T, dtype).T)
-
-
-def _paths_over_rows(layout: BlockLayout, dtype: torch.dtype) -> Tensor:
-    """Return the sum over paths row - row - column, `[rows, columns]`; see `path_scores`."""
-    scores, mask = torch.empty(layout.grid, dtype=dtype, device="cpu"), layout.mask()
-    values = torch.ones(layout.values_shape, dtype=dtype, device="cpu")
-    degrees = torch.from_numpy(np.diff(layout.row_start)).to(dtype)
-    for first in range(0, len(mask), ROWS_AT_ONCE):
-        shared = linear(mask[first : first + ROWS_AT_ONCE].to(dtype), values, layout)
-        others = (degrees - shared).clamp_(min=1)
-        weights = shared.add_(shared.sign()).div_(others)
-        scores[first : first + ROWS_AT_ONCE] = linear_transposed(weights, values, layout)
+        for first, paths in _paths_over_rows(layout, dtype):
+            scores[first : first + len(paths)] = paths
+        for first, paths in _paths_over_rows(layout.T, dtype):
+            scores[:, first : first + len(paths)] += paths.T
     return scores
 
 
-def _logarithms(scores: np.ndarray) -> np.ndarray:
-    """Return natural logarithms, float64; that of 0 is below all others."""
-    return np.log(np.maximum(scores.astype(np.float64), 1e-300))
+def _paths_over_rows(layout: BlockLayout, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, sums over paths row - row - column, `[rows, columns]`), some rows at a time."""
+    mask, degrees = layout.mask(), torch.from_numpy(np.diff(layout.row_start)).to(dtype)
+    values = torch.ones(layout.values_shape, dtype=dtype, device="cpu")
+    for first in range(0, len(mask), ROWS_AT_ONCE):
+        shared = linear(mask[first : first + ROWS_AT_ONCE].to(dtype), values, layout)
+        others = (degrees - shared).clamp_(min=1)
+        yield first, linear_transposed(shared.add_(shared.sign()).div_(others), values, layout)
+
+
+def powers_of_norms(norms: np.ndarray, exponent: float) -> np.ndarray:
+    """Return the powers of norms up to a factor, float64; those of 0 are below all others."""
+    largest = np.fmax.reduce(norms, initial=1e-300, dtype=np.float64)
+    powers: np.ndarray = np.maximum((norms / largest) ** exponent, 1e-300)
+    return powers
 
 
 def _checked_pair(temperatures: Any) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def draw_places(
     generator: np.random.Generator,
     keep_lines: bool,
     constant_fan_in: bool = False,
-    logarithms: np.ndarray | None = None,
+    scores: np.ndarray | None = None,
 ) -> Replacement:
     """Draw as many new blocks as are dropped.
 
@@ -108,22 +108,22 @@ def draw_places(
         generator: source of the random numbers.
         keep_lines: whether places in empty lines come first.
         constant_fan_in: whether each row gets as many blocks as it loses.
-        logarithms: of the places' probabilities up to a factor, `[rows, columns]`, -inf for places that are taken. By
-            default each free place is equally likely.
+        scores: the places' probabilities up to a factor, `[rows, columns]`, 0 for places that are taken. By default
+            each free place is equally likely.
     """
     layout, lines = weight.layout, lines_of(weight)
     stays = np.flatnonzero(~drop)
     taken = layout.keys_of_blocks()[stays]
     if constant_fan_in:
         rows = layout.row_of_block[drop]
-        if logarithms is None:
+        if scores is None:
             return Replacement(stays, taken, _draw_in_rows(taken, rows, layout.grid, lines[1], generator))
-        return Replacement(stays, taken, _draw_in_rows_by_score(logarithms, rows, generator))
+        return Replacement(stays, taken, _draw_in_rows_by_score(scores, rows, generator))
     places = None
-    if logarithms is None:
+    if scores is None:
         drawn, places = draw_unused(taken, layout.grid, drop.size - stays.size, generator, lines)
     else:
-        drawn = draw_by_score(logarithms.reshape(-1), drop.size - stays.size, generator)
+        drawn = draw_by_score(scores.reshape(-1), drop.size - stays.size, generator)
     if keep_lines:
         moved = move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
         drawn, places = moved, places if moved is drawn else None
@@ -156,33 +156,39 @@ def _draw_in_rows(
     return drawn
 
 
-def _draw_in_rows_by_score(logarithms: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _draw_in_rows_by_score(scores: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Draw a place in each of these rows, in several if a row is repeated; see `draw_by_score`."""
-    height, width = logarithms.shape
-    order = _keys_of_draws(logarithms, generator).argsort(1)
+    height, width = scores.shape
+    order = _keys_of_draws(scores, generator).argsort(1)
     lines, ranks = np.nonzero(np.arange(width) < np.bincount(rows, minlength=height)[:, None])
     return np.sort(lines * width + order[lines, ranks])
 
 
-def draw_by_score(logarithms: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw different positions one after another, each with a probability proportional to exp of its logarithm; sorted.
+def draw_by_score(scores: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Draw different positions one after another, each with a probability proportional to its score; sorted.
 
-    -inf is never drawn unless no other is left.
+    A position of score 0 is never drawn unless no other is left.
     """
-    return np.flatnonzero(mark_smallest(_keys_of_draws(logarithms, generator), count))
+    positions, keys, bound = np.empty(0, dtype=np.int64), np.empty(0), np.inf
+    for first in range(0, scores.size, DRAW_CHUNK):
+        chunk = _keys_of_draws(scores[first : first + DRAW_CHUNK], generator)
+        near = np.flatnonzero(chunk <= bound)
+        positions, keys = np.concatenate([positions, first + near]), np.concatenate([keys, chunk[near]])
+        if keys.size > 2 * count or first + DRAW_CHUNK >= scores.size:
+            marks = mark_smallest(keys, count)
+            positions, keys = positions[marks], keys[marks]
+            bound = keys.max(initial=0)
+    return positions
 
 
-def _keys_of_draws(logarithms: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Return random keys, whose order is that of draws one after another with probabilities of these logarithms.
+def _keys_of_draws(scores: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Return random keys, float64, whose order is that of draws one after another with these probabilities.
 
     Source: Efraimidis, Spirakis, Weighted random sampling with a reservoir (2006).
     """
-    keys = np.empty_like(logarithms)
-    for first in range(0, keys.size, DRAW_CHUNK):  # in float64, since many small float32 numbers are equal
-        chunk = keys.reshape(-1)[first : first + DRAW_CHUNK]
-        chunk[:] = generator.standard_exponential(chunk.size)
-    np.log(keys, out=keys)
-    keys -= logarithms
+    keys = generator.standard_exponential(scores.shape)
+    with np.errstate(divide="ignore"):
+        keys /= scores
     return keys
 
 
