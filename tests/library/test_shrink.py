@@ -287,6 +287,105 @@ class Twice(nn.Module):
         return self.head(self.shared(self.shared(self.first(x))))
 
 
+class Attention(nn.Module):
+    def __init__(self, heads=4, count=-1, mask=None, bias=True):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(16, 4 * heads, bias) for _ in range(3))
+        self.out = nn.Linear(4 * heads, 16)
+        self.count, self.mask = count, mask
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.count, 4).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, self.mask)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+@torch.no_grad()
+def test_attention_loses_heads_that_are_not_read_or_constant():
+    model = Attention().eval()
+    model.out.weight[:, 4:8] = 0
+    model.values.weight[12:] = 0  # their values are the bias
+    small = check(model, torch.randn(2, 5, 16))
+    assert [each.out_features for each in (small.queries, small.keys, small.values)] == [8, 8, 8]
+    assert small.out.in_features == 8
+    torch.testing.assert_close(small.queries.weight, model.queries.weight[[0, 1, 2, 3, 8, 9, 10, 11]])
+
+
+@torch.no_grad()
+def test_one_head_stays_if_none_is_read():
+    model = Attention().eval()
+    model.out.weight.zero_()
+    with pytest.warns(bs.SparsityWarning, match="whole heads only"):
+        assert check(model, torch.randn(2, 5, 16)).values.out_features == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Attention(count=4), "depends on their number"),
+        (Attention(mask=torch.zeros(4, 5, 5)), "a mask for each head"),
+        (nn.MultiheadAttention(16, 4, batch_first=True), r"\(MultiheadAttention\) reads them"),
+    ],
+    ids=["fixed-number", "mask", "torch"],
+)
+@torch.no_grad()
+def test_heads_that_must_stay_are_named(model, reason):
+    model.eval()
+    (model.out_proj if isinstance(model, nn.MultiheadAttention) else model.out).weight[:, 4:8] = 0
+    x = torch.randn(2, 5, 16)
+    with pytest.warns(bs.SparsityWarning, match=reason):
+        small = bs.shrink(model, (x, x, x) if isinstance(model, nn.MultiheadAttention) else x)
+    assert sum(each.numel() for each in small.parameters()) == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:shrink")
+@torch.no_grad()
+def test_half_a_head_stays():
+    model = Attention().eval()
+    model.out.weight[:, 4:6] = 0
+    assert check(model, torch.randn(2, 5, 16)).out.in_features == 16
+
+
+@torch.no_grad()
+def test_heads_of_a_mask_that_hides_all_tokens_stay_unless_they_are_0():
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[2] = False
+    model = Attention(mask=mask).eval()
+    model.values.weight[:8] = 0
+    model.values.bias[:4] = 0
+    with pytest.warns(bs.SparsityWarning, match="whole heads only"):
+        assert check(model, torch.randn(2, 5, 16)).out.in_features == 12
+
+
+@pytest.mark.parametrize("kind", ["bert", "vit", "llama"])
+@torch.no_grad()
+def test_models_of_transformers_lose_heads(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    tokens = torch.randint(50, (2, 7))
+    if kind == "bert":
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+        inputs, name = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, "attention.output.dense"
+        inputs["attention_mask"][0, 4:] = 0
+    elif kind == "vit":
+        model = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **sizes))
+        inputs, name = {"pixel_values": torch.randn(2, 3, 32, 32)}, "o_proj"
+    else:  # two heads of queries share keys and values
+        config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)
+        model, inputs, name = transformers.LlamaModel(config), {"input_ids": tokens, "use_cache": False}, "o_proj"
+    layers = [module for each, module in model.eval().named_modules() if each.endswith(name)]
+    assert len(layers) == 2
+    for layer in layers:
+        layer.weight[:, :16] = 0
+    small = bs.shrink(model, inputs)
+    read = [module.in_features for each, module in small.named_modules() if each.endswith(name)]
+    assert read == [16, 16]
+    torch.testing.assert_close(small(**inputs)[0], model(**inputs)[0], atol=1e-5, rtol=1e-5)
+
+
 def with_tied_weights():
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2))
     model[1].weight = model[0].weight

@@ -41,8 +41,11 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
 
     Between the layers may be activations, batch norms, depthwise convolutions, dropout, pools, `flatten`, sums and
     concatenations. Tensors that are added share their units, so these go only if all layers agree. Block-sparse layers
-    become dense first, see `densify`. In evaluation mode the outputs are equal up to rounding. Heads of attention and
-    channels of grouped convolutions stay.
+    become dense first, see `densify`. In evaluation mode the outputs are equal up to rounding.
+
+    Attention by `torch.nn.functional.scaled_dot_product_attention` loses heads: a whole head, if the layer that reads
+    it has no weight for it, or its values are constants. The model has to compute the number of heads from the sizes of
+    tensors, as most of transformers do; `torch.nn.MultiheadAttention` does not. Channels of grouped convolutions stay.
 
     Args:
         model: a dense or block-sparse model. It stays as it is.
@@ -133,9 +136,19 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 def _remove_units(groups: list[FeatureGroup], trace: FeatureTrace) -> bool:
     """Remove the units that no layer needs, except for one per group; return whether anything was removed."""
-    removed = {group: _removable(group) for group in groups if group.consumers and _obstacle(group, trace) is None}
+    keys_of = _attentions(groups)
+    removed: dict[FeatureGroup, Tensor] = {}
+    for group in groups:
+        if group.consumers and _obstacle(group, trace, keys_of) is None:
+            removed[group] = _removable(group)
+            if keys := keys_of.get(group):
+                heads = np.setdiff1d(group.sections, group.sections[~removed[group].numpy()])
+                heads = heads[len(heads) == len(set(group.sections)) :]  # one stays
+                removed[group], removed[keys] = (
+                    torch.from_numpy(np.isin(each.sections, heads)) for each in (group, keys)
+                )
+            removed[group][0] &= not removed[group].all()
     for group, units in removed.items():
-        units[0] &= not units.all()
         for port in group.consumers:
             _add_constants(port, units)
     deleted: dict[tuple[Any, str, int], set[int]] = {}
@@ -150,6 +163,19 @@ def _remove_units(groups: list[FeatureGroup], trace: FeatureTrace) -> bool:
     for (module, name, axis), lines in deleted.items():
         _delete(module, name, axis, lines)
     return bool(deleted)
+
+
+def _attentions(groups: list[FeatureGroup]) -> dict[FeatureGroup, FeatureGroup]:
+    """Return the queries and keys of each group of values that may lose the same heads."""
+    found: dict[FeatureGroup, FeatureGroup] = {}
+    for values in groups:
+        others = [each for each in groups if each is not values and each.attention == values.attention]
+        if values.attention is None or not values.consumers or len(others) != 1:
+            continue
+        (keys,) = others
+        if not keys.consumers and np.array_equal(np.unique(keys.sections), np.unique(values.sections)):
+            found[values] = keys
+    return found
 
 
 def _removable(group: FeatureGroup) -> Tensor:
@@ -220,10 +246,13 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or qualified(type(module)) == CONV1D
 
 
-def _obstacle(group: FeatureGroup, trace: FeatureTrace) -> str | None:
-    """Return why no unit of a group may be removed, or None."""
-    reasons = (reason for port in group.ports if (reason := _obstacle_of_module(port.module, trace)))
-    return next(reasons, None) or group.excluded or group.unremovable
+def _obstacle(group: FeatureGroup, trace: FeatureTrace, keys_of: Mapping[FeatureGroup, FeatureGroup]) -> str | None:
+    """Return why no unit of a group may be removed, or None. Values of attention share obstacles with their keys."""
+    both = [group, *(each for pair in keys_of.items() if group in pair for each in pair if each is not group)]
+    reasons = (reason for each in both for port in each.ports if (reason := _obstacle_of_module(port.module, trace)))
+    of_group = (reason for each in both if (reason := each.excluded or each.unremovable))
+    alone = "attention reads them" if group.attends and len(both) == 1 else None
+    return next(reasons, None) or next(of_group, None) or alone
 
 
 def _obstacle_of_module(module: nn.Module, trace: FeatureTrace) -> str | None:
@@ -242,8 +271,11 @@ def _obstacle_of_module(module: nn.Module, trace: FeatureTrace) -> str | None:
 def _useless(groups: list[FeatureGroup], trace: FeatureTrace) -> dict[str, str]:
     """Return why units without a function stay, by the name of a layer that writes them."""
     reasons: dict[str, str] = {}
+    keys_of = _attentions(groups)
     for group in groups:
-        reason = _obstacle(group, trace)
+        reason = _obstacle(group, trace, keys_of)
+        if reason is None and group.attends:
+            reason = "attention loses whole heads only"
         if reason == RETURNED:
             continue
         useless = torch.stack([_is_zero(port) for port in group.producers if port.tensors]).all(0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .feature_trace import RETURNED, FeatureTrace, UntracedCalls, WeightAxis
 from .layer_rules import LAYER_RULES, follow_modules
 from .model_tools import evaluation_mode, parameter_device
-from .moves import Move
+from .moves import Combination, Move
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,7 @@ class FeatureGroup:
         layer_norms: layer norms in between: they allow another order, but no removal.
         sections: int64 `[features]`: features may only move within their section, such as an attention head.
         attends: whether attention compares or mixes them.
+        attention: the number of the call of attention, whose heads are the sections; None if there are none or several.
         excluded: why their order matters, or None.
         unremovable: why they may move but not be removed, or None.
     """
@@ -74,6 +75,7 @@ class FeatureGroup:
     layer_norms: tuple[Port, ...] = ()
     sections: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     attends: bool = False
+    attention: int | None = None
     excluded: str | None = None
     unremovable: str | None = None
 
@@ -156,7 +158,7 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
     )
     # A row for each call of attention: the head of each feature, counted from 1; 0 if it takes no part.
     heads = np.zeros((len(trace.heads), trace.id_count), np.int64)
-    for row, (ids, head) in zip(heads, trace.heads, strict=True):
+    for row, (_, ids, head) in zip(heads, trace.heads, strict=True):
         np.maximum.at(row, feature_of_id[ids], head + 1)
     # A number for each feature, equal for those that the same functions computed.
     history, generator = np.zeros(trace.id_count, np.int64), np.random.default_rng(0)
@@ -176,23 +178,31 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
         replace(
             _make_group(axes, [places[feature] for feature in features], heads[:, features]),
             attends=any(key[1]),
+            attention=trace.heads[key[1].index(True)][0] if sum(key[1]) == 1 else None,
             excluded=key[3],
             unremovable=next((unremovable[feature] for feature in features if feature in unremovable), None)
-            or _reason_of_move(features, feature_of_id, trace.moves),
+            or _reason_of_move(np.array(features), heads[:, features].sum(0), feature_of_id, trace.moves),
         )
         for key, features in groups.items()
         if len(features) > 1
     ]
 
 
-def _reason_of_move(features: list[int], feature_of_id: np.ndarray, moves: list[Move]) -> str | None:
-    """Return why a function that moves these features needs all of them, or None.
+def _reason_of_move(
+    features: np.ndarray, heads: np.ndarray, feature_of_id: np.ndarray, moves: list[Move | Combination]
+) -> str | None:
+    """Return why a function of these features needs all of them, or None.
 
-    Few features may not be enough to see it: half of 23 lines is 12, as of 24. So nearly all are removed, too.
+    Few features may not be enough to see it: half of 23 lines is 12, as of 24. So nearly all are removed, too. Features
+    that attention reads are removed by whole heads.
     """
+    units = heads if heads.any() else np.arange(len(features))
+    first, last = units == units.min(), units == units.max()
+    if first.all():  # one head, which stays
+        return None
     for move in moves:
         if np.isin(features, feature_of_id[move.touched[move.touched >= 0]]).any():
-            for removed in (features[:1], features[-1:], features[1:], features[:-1]):
+            for removed in (features[first], features[last], features[~first], features[~last]):
                 if not move.works_without(lambda ids: np.isin(feature_of_id[ids], removed) & (ids >= 0)):  # noqa: B023
                     return move.reason
     return None
@@ -225,7 +235,8 @@ def _make_group(axes: list[WeightAxis], places: list[dict[int, np.ndarray]], hea
         axis, positions = axes[number], np.stack([lines_by_axis[number] for lines_by_axis in places])
         constants = None if axis.constants is None else axis.constants[torch.from_numpy(positions)]
         ports[axis.kind].append(Port(axis.name, axis.module, axis.tensors, positions, constants))
-    _, sections = np.unique(heads, axis=1, return_inverse=True)
+    rows = heads[heads.any(1)]
+    sections = rows[0] - 1 if len(rows) == 1 else np.unique(rows, axis=1, return_inverse=True)[1]
     return FeatureGroup(
         size=len(places),
         producers=tuple(ports["out"]),

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .moves import Move
+from .moves import Combination, Move
 from .prunable import CONV1D, qualified
 
 # Names of functions, without the underscores at their ends.
@@ -128,9 +128,10 @@ class FeatureTrace(TorchFunctionMode):
         # Ids with a reason: of features whose order matters, and of those that may move but not be removed.
         self.excluded: list[tuple[np.ndarray, str]] = []
         self.unremovable: list[tuple[np.ndarray, str]] = []
-        self.moves: list[Move] = []  # which may need all features
+        self.moves: list[Move | Combination] = []  # which may need all features
         self.excluded_modules: dict[nn.Module, str] = {}  # all features of their weights are excluded
-        self.heads: list[tuple[np.ndarray, np.ndarray]] = []  # by call of attention: ids, and the head of each
+        self.heads: list[tuple[int, np.ndarray, np.ndarray]] = []  # a call of attention, ids, and the head of each
+        self.attention_calls = 0
         self.touched_ids: list[np.ndarray] = []  # by function: the ids in its results
         self.unseen = {id(parameter) for parameter in model.parameters()}
         self.calls: Counter[nn.Module] = Counter()
@@ -249,10 +250,10 @@ class FeatureTrace(TorchFunctionMode):
         self.equal_ids.append(np.stack([ids[both], others[both]]))
 
     def unite_heads(self, ids: np.ndarray, others: np.ndarray, heads: int) -> None:
-        """Record that ids at equal places are one feature, which may only move within its attention head."""
+        """Record that ids at equal places are one feature, which may only move within its head of this attention."""
         self.unite(ids, others)
-        self.unremovable.append((ids[ids >= 0], "attention reads them"))
-        self.heads.append((ids[ids >= 0], np.repeat(np.arange(heads), ids.size // heads)[ids >= 0]))
+        head_of_id = np.repeat(np.arange(heads), ids.size // heads)
+        self.heads.append((self.attention_calls, ids[ids >= 0], head_of_id[ids >= 0]))
 
     def _follow_function(
         self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor], constants: Any
@@ -294,8 +295,12 @@ class FeatureTrace(TorchFunctionMode):
             if id(tensor) not in self.features:
                 shape = (1,) * (ids.ndim - tensor.dim()) + tuple(tensor.shape)
                 offset = max(0, tensor.dim() - ids.ndim)
-                if any(size > 1 and shape[dim + offset] > 1 for dim, size in enumerate(ids.shape)):
-                    self.excluded.append((ids.ravel(), "they are combined with a tensor that no layer computes"))
+                reason = "they are combined with a tensor that no layer computes"
+                varies = [size > 1 and shape[dim + offset] > 1 for dim, size in enumerate(ids.shape)]
+                if any(varies) and self.for_removal and not all(varies):
+                    self.moves.append(Combination(ids, varies, reason))
+                elif any(varies):
+                    self.excluded.append((ids.ravel(), reason))
                 ids = ids.reshape((1,) * offset + ids.shape)
         return ids
 

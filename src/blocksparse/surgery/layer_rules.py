@@ -151,11 +151,18 @@ def _norm(trace: FeatureTrace, kind: str, input: Tensor, dim: int, module: nn.Mo
     return Features.along(axis.ids, None, dim, input.dim())
 
 
-def _attention(trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> Features:
+def _attention(
+    trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *options: Any,
+    attn_mask: Tensor | None = None, enable_gqa: bool = False, **named: Any,
+) -> Features:  # fmt: skip
     """Follow scaled dot-product attention of `[batch, heads, tokens, features]`."""
+    trace.attention_calls += 1
+    mask = attn_mask if mask is None else mask
     unknown = np.full((1,) * query.dim(), -1)
     ids = [unknown if (own := trace.ids(each)) is None else own for each in (query, key, value)]
     heads = query.shape[-3] if query.dim() > 3 else 1
+    if enable_gqa:  # several heads of queries share keys and values
+        ids[1:] = [np.repeat(each, heads // key.shape[-3], axis=-3) for each in ids[1:]]
     known = [
         each.size == heads * tensor.shape[-1] and each.shape[-1] == tensor.shape[-1] and tensor.dim() == query.dim()
         for each, tensor in zip(ids, (query, key, value), strict=True)
@@ -168,7 +175,12 @@ def _attention(trace: FeatureTrace, query: Tensor, key: Tensor, value: Tensor, *
         trace.exclude(value, "attention reads them")
         return Features(unknown)
     trace.unite_heads(ids[2].ravel(), ids[2].ravel(), heads)
-    return Features(ids[2])
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        trace.unremovable.append((ids[2].ravel(), "attention has a mask for each head"))
+    constants = None if enable_gqa else trace.constants(value)
+    if constants is not None and mask is not None:  # a token that sees no other is 0
+        constants = constants.masked_fill(constants != 0, torch.nan)
+    return Features(ids[2], constants)
 
 
 def _multihead_attention(
@@ -179,13 +191,16 @@ def _multihead_attention(
     module = trace.owners.get(id(weight))
     if not isinstance(module, nn.MultiheadAttention) or bias_k is not None or weight is not module.in_proj_weight:
         return None
+    trace.attention_calls += 1
     inputs = trace.axis("in", module, "in_proj", ((weight, 1),), size)
-    trace.unremovable.append((inputs.ids, f"{trace.title('attention')} reads them"))
+    reason = f"{trace.title('attention')} reads them"
+    trace.unremovable.append((inputs.ids, reason))
     for each in (query, key, value):
         trace.read(each, -1, inputs)
     features = trace.axis("out", module, "in_proj", _with_bias(weight, bias), 3 * size).ids
     trace.unite_heads(features[:size], features[size : 2 * size], heads)
     trace.unite_heads(features[2 * size :], features[2 * size :], heads)
+    trace.unremovable.append((features, reason))
     out = module.out_proj
     trace.unite(features[2 * size :], trace.axis("in", out, "weight", ((out.weight, 1),), size).ids)
     axis = trace.axis("out", out, "weight", _with_bias(out.weight, out.bias), size)
