@@ -366,8 +366,12 @@ def _draw_distinct_in_ranges(generator: np.random.Generator, starts: np.ndarray,
 
 
 def _draw_sorted(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
-    """Draw `count` ints below `population`; return the different ones, sorted."""
-    numbers = generator.integers(population, size=count)
-    numbers.sort()  # np.unique hashes, which takes ten times as long
+    """Draw `count` ints below `population`; return the different ones, sorted.
+
+    Gaps between sorted uniform numbers are exponential numbers, divided by their sum: this takes less time than a sort.
+    """
+    ends = np.cumsum(generator.standard_exponential(count + 1))
+    numbers = (ends[:-1] * (population / ends[-1])).astype(np.int64)
+    np.minimum(numbers, population - 1, out=numbers)  # rounding
     differs = numbers[1:] != numbers[:-1]
     return numbers if differs.all() else numbers[np.concatenate([[0], np.flatnonzero(differs) + 1])]
