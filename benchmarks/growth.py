@@ -4,8 +4,8 @@
     python benchmarks/growth.py --data-dir DATA --steps 150 --every 75 --out /tmp/growth          a quick check
 
 All runs start from the same net, trained for --every steps, and read the same bytes of Wikipedia. SET then moves a
-fifth of the blocks to random places every --every steps, with values 0. The loss is that of one batch that is never
-trained, after each step from 10 before a change to 60 after it.
+fifth of the blocks to random places every --every steps, with values 0; with a ramp, it moves fewer at first. The loss
+is that of one batch that is never trained, after each step from 10 before a change to 60 after it.
 
 The program writes growth-gpt.json, .md and .png after each seed.
 """
@@ -64,6 +64,7 @@ METHODS: dict[str, Callable[..., sparsity.SET] | None] = {
     "moments 0, one count of steps": forgetful,
     "mean second moment (default)": plain,
     "clock per block": with_clock,
+    "clock per block, ramp of 4 changes": partial(with_clock, ramp=4),
 }
 
 

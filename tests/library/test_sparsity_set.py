@@ -198,3 +198,13 @@ def test_nothing_dense_is_made():
     assert all(bool((degree > 0).all()) for degree in bs.topology.degrees(layer.layout))
     same = np.isin(layout.keys_of_blocks(), layer.layout.keys_of_blocks()).sum()
     assert same == pytest.approx(0.7 * 500_000, abs=50)
+
+
+@pytest.mark.parametrize("name", ["SET", "RigL", "SMET", "CHTs"])
+def test_the_fraction_rises_over_the_changes_of_a_ramp(name):
+    layer = bs.nn.Linear(64, 64, density=0.3, block_size=8)
+    options = {"optimizer": None, "every": 5, "end": 100}
+    published, ramped = (getattr(bs.sparsity, name)(layer, ramp=ramp, **options) for ramp in (1, 4))
+    calls = [5, 10, 15, 20, 25, 95]
+    factors = [ramped.fraction(call) / published.fraction(call) for call in calls]
+    assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])

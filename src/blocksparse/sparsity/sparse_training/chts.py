@@ -43,7 +43,7 @@ class CHTs(SET):
     weight and token. If blocks are small, a change thus takes the time of several steps.
 
     Args:
-        modules, optimizer, skip, norm, seed, keep_lines, constant_fan_in, on_layout_change: see `SET`.
+        modules, optimizer, skip, norm, seed, ramp, keep_lines, constant_fan_in, on_layout_change: see `SET`.
         end: first call that changes nothing.
         every: iterations from one change to the next, 100 by default.
         alpha: initial fraction to drop, 0 to 1; 0.1 by default, as in the paper's language models (0.3 in its MLPs).
@@ -78,6 +78,7 @@ class CHTs(SET):
         skip: Skip = (),
         norm: str = "l2",
         seed: int = 0,
+        ramp: int = 1,
         keep_lines: bool = True,
         constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
@@ -93,6 +94,7 @@ class CHTs(SET):
             init="zeros",
             norm=norm,
             seed=seed,
+            ramp=ramp,
             keep_lines=keep_lines,
             constant_fan_in=constant_fan_in,
             on_layout_change=on_layout_change,
@@ -100,7 +102,7 @@ class CHTs(SET):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
-        return cosine_decay(self.alpha, 0, t, self.end)
+        return self._ramp_factor(t) * cosine_decay(self.alpha, 0, t, self.end)
 
     def temperature(self, t: int) -> float:
         """Return the exponent of the norms in call t."""

@@ -54,6 +54,7 @@ class DynamicSparsity(TrainingMethod):
     end: int | None = None
     """The first call of `step` that changes nothing; None for no such call."""
     keep_lines: bool
+    ramp = 1
 
     def __init__(
         self,
@@ -125,6 +126,10 @@ class DynamicSparsity(TrainingMethod):
     def _due(self, call: int) -> bool:
         """Return whether this call changes layouts."""
         return call % self.every == 0 and self.begin <= call and (self.end is None or call < self.end)
+
+    def _ramp_factor(self, t: int) -> float:
+        """Return the factor of the fraction in call t, which rises over the first `ramp` changes."""
+        return min(1.0, max(1, t // self.every) / self.ramp)
 
     def _change_layouts(self) -> None:
         """Change the layouts of all weights that are not frozen."""

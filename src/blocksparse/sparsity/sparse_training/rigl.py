@@ -39,6 +39,8 @@ class RigL(GradientGrowth):
         keep_lines: whether blocks grow first in rows and columns of blocks that have none, where the gradient there is
             largest, because a neuron without inputs is constant and gets no gradient again. Applies if there are enough
             blocks for one in each. True by default.
+        ramp: changes over which the fraction rises linearly; 1 (default), as published, for all of it at once.
+            After few steps, no block is near zero yet, so that large first changes lose much.
         constant_fan_in: whether each row of blocks keeps its number of blocks: it grows as many as it loses, where its
             own gradients are largest, as SRigL does without ablation; then `keep_lines` does not apply. False by
             default. `bs.patterns.constant_fan_in` has equal rows.
@@ -74,11 +76,13 @@ class RigL(GradientGrowth):
         skip: Skip = (),
         norm: str = "l2",
         seed: int = 0,
+        ramp: int = 1,
         keep_lines: bool = True,
         constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.ramp = integer("ramp", ramp, 1)
         self.keep_lines = boolean("keep_lines", keep_lines)
         self.constant_fan_in = boolean("constant_fan_in", constant_fan_in)
         self.end = integer("end", end, 1)
@@ -89,7 +93,7 @@ class RigL(GradientGrowth):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in iteration t, counted from 1."""
-        return cosine_decay(self.alpha, 0, t, self.end)
+        return self._ramp_factor(t) * cosine_decay(self.alpha, 0, t, self.end)
 
     def _change_layouts(self) -> None:
         """Drop the smallest blocks of each weight, and grow as many where the recorded gradients are largest."""

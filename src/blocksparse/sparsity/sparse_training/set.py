@@ -42,6 +42,8 @@ class SET(DynamicSparsity):
             on each process that stores the weight.
         norm: norm of a block: "l2" (default), "mean" (of |w|) or "max".
         seed: seed of the random places and values, and of the choice among equal norms; 0 by default.
+        ramp: changes over which the fraction rises linearly; 1 (default), as published, for all of it at once.
+            After few steps, no block is near zero yet, so that large first changes lose much.
         constant_fan_in: whether each row of blocks keeps its number of blocks, so that all neurons have equal work;
             then `keep_lines` does not apply. False by default. `bs.patterns.constant_fan_in` has equal rows.
         keep_lines: whether new blocks grow first in rows and columns of blocks that have none, because a neuron without
@@ -77,11 +79,13 @@ class SET(DynamicSparsity):
         init: Init = "he",
         norm: str = "l2",
         seed: int = 0,
+        ramp: int = 1,
         keep_lines: bool = True,
         constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.ramp = integer("ramp", ramp, 1)
         self.keep_lines = boolean("keep_lines", keep_lines)
         self.constant_fan_in = boolean("constant_fan_in", constant_fan_in)
         self.zeta = number("zeta", zeta, 0, 1)
@@ -92,7 +96,7 @@ class SET(DynamicSparsity):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
-        return self.zeta
+        return self._ramp_factor(t) * self.zeta
 
     def _change_layouts(self) -> None:
         for i, _, weight in self._trained_weights():

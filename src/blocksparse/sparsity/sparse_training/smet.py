@@ -29,7 +29,7 @@ class SMET(SET):
     In the paper, the learning rate of sparse weights is divided by the density: see `rates_by_density`.
 
     Args:
-        modules, skip, norm, seed, keep_lines, constant_fan_in, on_layout_change: see `SET`.
+        modules, skip, norm, seed, ramp, keep_lines, constant_fan_in, on_layout_change: see `SET`.
         optimizer: the optimizer that trains them, of a kind that `BlockClock` supports; None for none and no clock.
         end: first call that changes nothing; in the paper, the number of training steps.
         every: iterations from one change to the next, 100 by default.
@@ -68,6 +68,7 @@ class SMET(SET):
         skip: Skip = (),
         norm: str = "l2",
         seed: int = 0,
+        ramp: int = 1,
         keep_lines: bool = True,
         constant_fan_in: bool = False,
         on_layout_change: OnLayoutChange | None = None,
@@ -85,6 +86,7 @@ class SMET(SET):
             init="zeros",
             norm=norm,
             seed=seed,
+            ramp=ramp,
             keep_lines=keep_lines,
             constant_fan_in=constant_fan_in,
             on_layout_change=on_layout_change,
@@ -101,7 +103,7 @@ class SMET(SET):
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
-        return cosine_decay(self.alpha, self.final_alpha, t, self.end)
+        return self._ramp_factor(t) * cosine_decay(self.alpha, self.final_alpha, t, self.end)
 
     def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
         count = round(self.fraction(self.calls) * weight.layout.nnz)
