@@ -70,8 +70,7 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(row_bytes, 1), 1, std::max<int64_t>(tokens, 1));
   uint8_t* quantized = static_cast<uint8_t*>(scratch(Scratch::kPanels, (group + kTileTokens) * row_bytes));
   float* scale = static_cast<float*>(scratch(Scratch::kGradients, group * int64_t(sizeof(float))));
-  const int64_t least = kernels.on_tiles && weights.by_row ? kTileOutputs : 1;  // outputs of a piece
-  const auto bound = [&](int64_t output) { return std::min(ceil_div(output, least) * least, block_out); };
+  const auto bound = [&](int64_t output) { return std::min(ceil_div(output, kTileOutputs) * kTileOutputs, block_out); };
   const int64_t taps = patches ? taps_of(*patches) : 1;
   for (int64_t begin = 0; begin < tokens; begin += group) {
     const int64_t count = std::min(group, tokens - begin);

@@ -38,9 +38,9 @@ struct Int8Kernels {
   void (*quantize)(const QuantizedRow&);
   // On tiles it reads, and ignores, up to kTileTokens - 1 tokens more.
   void (*piece)(const Int8Piece&);
-  bool on_tiles;
 };
 
+// The outputs of a piece begin at a multiple of kTileOutputs: as many as two AMX tiles, or two vectors of AVX-512.
 constexpr int64_t kTileTokens = 32, kTileOutputs = 32;
 // Sums of products of this many 8-bit numbers fit int32.
 constexpr int64_t kSummedInputs = 1 << 16;

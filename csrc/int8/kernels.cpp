@@ -279,11 +279,7 @@ void quantize(const QuantizedRow& row) {
 
 template <class E>
 constexpr Int8Kernels table() {
-#if defined(BLOCKSPARSE_TILES)
-  return {quantize<E>, int8_piece<E>, true};
-#else
-  return {quantize<E>, int8_piece<E>, false};
-#endif
+  return {quantize<E>, int8_piece<E>};
 }
 
 }  // namespace
