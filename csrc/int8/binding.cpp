@@ -33,17 +33,17 @@ Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
 // A linear product if `axes` is empty, else a convolution: its tokens are the outputs, and the plan's inputs are those
 // of all taps.
 void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::string& dtype,
-                    const std::string& activation, int64_t tokens, const PyRows& x, uintptr_t values, uintptr_t scale,
-                    uintptr_t sum, int64_t padded_out, uintptr_t bias, uintptr_t y,
-                    const std::vector<std::array<int64_t, 6>>& axes, bool by_row) {
+                    const std::string& activation, int64_t tokens, const PyRows& x, uintptr_t blocks,
+                    uintptr_t row_scales, int64_t padded_out, uintptr_t bias, uintptr_t y,
+                    const std::vector<std::array<int64_t, 6>>& axes) {
   require(!plan.transposed, "tasks of x W^T");
   const Patches patches = axes.empty() ? Patches{} : patches_of(axes);
   if (!axes.empty()) {
     blocks_in(plan.block.second, patches[0].kernel * patches[1].kernel * patches[2].kernel);
     blocks_in(tokens, patches[0].output * patches[1].output * patches[2].output);
   }
-  const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
-                               static_cast<const int32_t*>(pointer(sum)), padded_out, by_row};
+  const Int8Weights weights = {static_cast<const char*>(pointer(blocks)), static_cast<const char*>(pointer(row_scales)),
+                               padded_out};
   nb::gil_scoped_release release;
   int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), plan.block.first, plan.block.second,
               tokens, {pointer(x.first), x.second, plan.features.second}, axes.empty() ? nullptr : &patches, weights,
@@ -53,8 +53,7 @@ void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::s
 
 const Binding binding([](nb::module_& m) {
   m.def("int8_linear", &py_int8_linear, nb::kw_only(), "plan"_a, "isa"_a, "dtype"_a, "activation"_a, "tokens"_a, "x"_a,
-        "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
-        "axes"_a = std::vector<std::array<int64_t, 6>>(), "by_row"_a = false);
+        "blocks"_a, "row_scales"_a, "padded_out"_a, "bias"_a, "y"_a, "axes"_a = std::vector<std::array<int64_t, 6>>());
 });
 
 }  // namespace

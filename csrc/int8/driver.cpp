@@ -22,6 +22,9 @@ constexpr int64_t kTokenBytes = 512 << 10;
 // Most bytes of quantized x at a time, however many outputs a convolution has.
 constexpr int64_t kPanelBytes = 8 << 20;
 
+// Least tokens that hide the fetching of weights.
+constexpr int64_t kFetchTokens = 32;
+
 int64_t taps_of(const Patches& axes) { return axes[0].kernel * axes[1].kernel * axes[2].kernel; }
 
 // Gather the inputs of one output, zeros outside of the image. A pixel has `blocks` blocks of `bytes` bytes.
@@ -64,6 +67,8 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
   const Int8Kernels& kernels = int8_kernels(isa, dtype);
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2, steps = ceil_div(block_in, 4), padded_in = 4 * steps;
   const int64_t in_blocks = x.features / block_in, used_bytes = in_blocks * padded_in;
+  const int64_t weight_bytes = steps * weights.padded_out * 4, scale_bytes = weights.padded_out * 8;
+  const int64_t block_bytes = weight_bytes + (weights.row_scales ? 0 : scale_bytes);
   // An odd number of cache lines: with a power of two, the rows of a tile would share few places of the L1 cache.
   const int64_t row_bytes = used_bytes % 128 == 0 ? used_bytes + 64 : used_bytes;
   const int64_t group =
@@ -87,18 +92,41 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
     });
     const int64_t chunks =
         std::clamp<int64_t>(ceil_div(count * row_bytes, kTokenBytes), 1, std::max<int64_t>(count, 1));
+    const int64_t threads = thread_count();
     parallel_tasks(chunks * tasks.tasks, [&](int64_t i) {
       const int64_t chunk = i / tasks.tasks, task = i % tasks.tasks;
       const int64_t token = count * chunk / chunks, here = count * (chunk + 1) / chunks - token;
       for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
         const int64_t row = tasks.row[j], first = tasks.start[row], begin_out = bound(tasks.begin[j]);
         const int64_t output = row * block_out + begin_out;
-        kernels.piece(
-            {tasks.start[row + 1] - first, tasks.col + first, weights.values + first * steps * weights.padded_out * 4,
-             weights.scale + first * weights.padded_out, weights.sum + first * weights.padded_out, weights.by_row,
-             steps, weights.padded_out, begin_out, bound(tasks.end[j]), quantized + token * row_bytes, row_bytes,
-             scale + token, here, bias ? static_cast<const char*>(bias) + output * size : nullptr, activation,
-             static_cast<char*>(y) + ((begin + token) * out_features + output) * size, out_features});
+        // The thread will probably compute this row next. Fetching it makes 64 tokens 4 to 9 % faster from cold caches,
+        // and few tokens slower.
+        const int64_t after = j + 1 < tasks.task_start[task + 1] ? j + 1
+                              : task + threads < tasks.tasks     ? tasks.task_start[task + threads]
+                                                                 : j;
+        const int64_t next = tasks.start[tasks.row[after]], next_end = tasks.start[tasks.row[after] + 1];
+        const char* w = weights.blocks + first * block_bytes;
+        const char* scales = weights.row_scales ? weights.row_scales + row * scale_bytes : w + weight_bytes;
+        kernels.piece({tasks.start[row + 1] - first,
+                       tasks.col + first,
+                       w,
+                       scales,
+                       block_bytes,
+                       weights.row_scales != nullptr,
+                       weights.blocks + next * block_bytes,
+                       here < kFetchTokens ? 0 : (next_end - next) * block_bytes,
+                       steps,
+                       weights.padded_out,
+                       begin_out,
+                       bound(tasks.end[j]),
+                       quantized + token * row_bytes,
+                       row_bytes,
+                       scale + token,
+                       here,
+                       bias ? static_cast<const char*>(bias) + output * size : nullptr,
+                       activation,
+                       static_cast<char*>(y) + ((begin + token) * out_features + output) * size,
+                       out_features});
       }
     });
   }

@@ -19,10 +19,12 @@ struct QuantizedRow {
 struct Int8Piece {
   int64_t blocks;      // in this row, contiguous
   const int32_t* col;  // [blocks], the block of inputs each one multiplies
-  const int8_t* w;     // [blocks, steps, padded_out, 4]: 4 inputs a step
-  const float* scale;  // [blocks, padded_out]
-  const int32_t* sum;  // [blocks, padded_out], of each output's weights
-  bool by_row;         // whether an output has one scale in all blocks, so that its integers are summed first
+  const char* w;       // of the first block: int8 [steps, padded_out, 4], 4 inputs a step
+  const char* scales;  // of the first block or, by_row, of the row: see Int8Weights
+  int64_t block_bytes;
+  bool by_row;       // whether the row has scales, so that the integers of all blocks are summed first
+  const char* next;  // weights to prefetch, probably those of the next piece
+  int64_t next_bytes;
   int64_t steps, padded_out, begin, end;
   const uint8_t* x;      // [tokens, in_blocks, 4 steps]
   int64_t x_stride;      // bytes
@@ -40,17 +42,16 @@ struct Int8Kernels {
   void (*piece)(const Int8Piece&);
 };
 
-// The outputs of a piece begin at a multiple of kTileOutputs: as many as two AMX tiles, or two vectors of AVX-512.
+// The outputs of a piece begin at a multiple of kTileOutputs: two AMX tiles, or two vectors of AVX-512.
 constexpr int64_t kTileTokens = 32, kTileOutputs = 32;
-// Sums of products of this many 8-bit numbers fit int32.
-constexpr int64_t kSummedInputs = 1 << 16;
 
+// Blocks of int8 [steps, padded_out, 4], each followed by its scales unless rows have scales. Scales are float32
+// [padded_out], then the sums of each output's weights, int32 [padded_out]. They lie beside the weights: with few
+// tokens reading memory is the bound, and one stream is faster than two.
 struct Int8Weights {
-  const int8_t* values;  // [nnz, steps, padded_out, 4]
-  const float* scale;    // [nnz, padded_out]
-  const int32_t* sum;    // [nnz, padded_out]
+  const char* blocks;
+  const char* row_scales;  // or null; the sums of whole rows must fit int32
   int64_t padded_out;
-  bool by_row;
 };
 
 // One axis of a convolution: output o meets with tap t the input o * stride - padding + t * dilation, if that is

@@ -18,8 +18,9 @@ namespace {
 
 using Sums = Vector<int32_t>;
 constexpr int kOutputs = kLanes<int32_t>;
-// Tokens and vectors of outputs of a register tile: its int32 and float32 sums share the registers.
-constexpr int kRegisterTokens = kTileRows == 8 ? 6 : 4;
+// Tokens and vectors of outputs of a register tile: its int32 and float32 sums share the registers. With a scale per
+// row it has no float32 sums in its loop.
+constexpr int kRegisterTokens = kTileRows == 8 ? 6 : 4, kRowTokens = kTileRows == 8 ? 12 : 4;
 // Rows whose largest element is smaller count as 0, since the scale would leave the range of float32.
 constexpr float kLeast = 1e-36f;
 constexpr int kRegisterVectors = kTileRows == 8 ? 2 : 1;
@@ -72,66 +73,76 @@ __attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token,
     });
 }
 
-// Whether the integers of a whole row of blocks may be summed before they are scaled.
-bool sums_rows(const Int8Piece& piece) {
-  return piece.by_row && piece.blocks > 0 && piece.blocks * piece.steps * 4 <= kSummedInputs;
+// Sums start from this number times the sum of the weights, because stored x is 128 too large.
+constexpr int32_t kOffset = -128;
+
+BLOCKSPARSE_INLINE const int32_t* weight_sums(const char* scales, int64_t padded_out) {
+  return reinterpret_cast<const int32_t*>(scales) + padded_out;
 }
+
+// Prefetches the next weights, `bytes` of them for each block.
+struct Fetch {
+  const char* at;
+  const char* end;
+  int64_t bytes;
+
+  inline __attribute__((always_inline)) void some() {
+    for (const char* stop = at + smaller<int64_t>(bytes, end - at); at < stop; at += 64) __builtin_prefetch(at);
+  }
+};
 
 // Compute one tile of tokens and vectors of outputs over all blocks of the row. The sums are scaled after each block,
 // or with kByRow once.
 template <class E, int kTokens, int kVectors, bool kByRow>
-BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output) {
+BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output, Fetch& fetch) {
   using Floats = Vector<float>;
-  const int64_t block = piece.steps * piece.padded_out * 4, in_block = piece.steps * 4;
-  const uint8_t* x = piece.x + token * piece.x_stride;
+  const int64_t in_block = piece.steps * 4;
+  const int64_t stride = piece.x_stride, w_step = piece.padded_out * 4;
+  const uint8_t* x = piece.x + token * stride;
+  constexpr int kPointers = (kTokens + 2) / 3;
   Floats result[kTokens][kVectors] = {};
-  Sums sum[kTokens][kVectors] = {}, offset[kVectors] = {};  // offset: since stored x is 128 too large
-  for (int64_t b = 0; b < piece.blocks; ++b) {
-    const int8_t* w = piece.w + b * block + output * 4;
-    const uint8_t* in = x + piece.col[b] * in_block;
-    const int64_t lanes = b * piece.padded_out + output;
+  Sums sum[kTokens][kVectors];
+  const auto begin_sums = [&](const char* scales) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      const Sums here = load(piece.sum + lanes + v * kOutputs) * -128;
-      if constexpr (kByRow) {
-        offset[v] += here;
-      } else {
-#pragma GCC unroll 6
-        for (int t = 0; t < kTokens; ++t) sum[t][v] = here;
-      }
+      const Sums first = load(weight_sums(scales, piece.padded_out) + output + v * kOutputs) * kOffset;
+#pragma GCC unroll 12
+      for (int t = 0; t < kTokens; ++t) sum[t][v] = first;
     }
-    // Two pointers serve up to six tokens, which leaves registers for all sums. The blocks of a row are contiguous, so
+  };
+  const auto add_scaled = [&](const char* scales) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load(reinterpret_cast<const float*>(scales) + output + v * kOutputs);
+#pragma GCC unroll 12
+      for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
+    }
+  };
+  if constexpr (kByRow) begin_sums(piece.scales);
+  for (int64_t b = 0; b < piece.blocks; ++b) {
+    fetch.some();
+    const char* w = piece.w + b * piece.block_bytes + output * 4;
+    if constexpr (!kByRow) begin_sums(piece.scales + b * piece.block_bytes);
+    // A pointer serves up to three tokens, which leaves registers for all sums. The blocks of a row are contiguous, so
     // that the hardware prefetches them.
-    const uint8_t* other = in + 3 * piece.x_stride;
-    const int64_t stride = piece.x_stride, w_step = piece.padded_out * 4;
-    for (int64_t s = 0; s < piece.steps; ++s, w += w_step, in += 4, other += 4) {
+    const uint8_t* in[kPointers];
+#pragma GCC unroll 4
+    for (int p = 0; p < kPointers; ++p) in[p] = x + piece.col[b] * in_block + 3 * p * stride;
+    for (int64_t s = 0; s < piece.steps; ++s, w += w_step) {
       const auto* here = reinterpret_cast<const int32_t*>(w);
       const Sums first = load(here), second = kVectors > 1 ? load(here + kOutputs) : first;
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int t = 0; t < kTokens; ++t) {
         int32_t four;
-        memcpy(&four, (t < 3 ? in : other) + t % 3 * stride, sizeof four);
+        memcpy(&four, in[t / 3] + 4 * s + t % 3 * stride, sizeof four);
         const Sums inputs = four - Sums{};
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, v ? second : first, sum[t][v]);
       }
     }
-    if constexpr (kByRow) continue;
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats scale = load(piece.scale + lanes + v * kOutputs);
-#pragma GCC unroll 6
-      for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
-    }
+    if constexpr (!kByRow) add_scaled(piece.scales + b * piece.block_bytes);
   }
-  if constexpr (kByRow) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats scale = load(piece.scale + output + v * kOutputs);
-#pragma GCC unroll 6
-      for (int t = 0; t < kTokens; ++t) result[t][v] = __builtin_convertvector(sum[t][v] + offset[v], Floats) * scale;
-    }
-  }
+  if constexpr (kByRow) add_scaled(piece.scales);
   float sums[kTokens][kVectors * kOutputs];
   for (int t = 0; t < kTokens; ++t)
     for (int v = 0; v < kVectors; ++v) store(sums[t] + v * kOutputs, result[t][v]);
@@ -139,12 +150,14 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
 }
 
 template <class E, int kVectors, bool kByRow>
-void int8_tiles(const Int8Piece& piece, int64_t output) {
+void int8_tiles(const Int8Piece& piece, int64_t output, Fetch& fetch) {
   int64_t t = 0;
 #define BLOCKSPARSE_TOKENS(count) \
-  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors, kByRow>(piece, t, output)
-  BLOCKSPARSE_TOKENS(kRegisterTokens);
-  if constexpr (kRegisterTokens > 4) BLOCKSPARSE_TOKENS(4);
+  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors, kByRow>(piece, t, output, fetch)
+  constexpr int kMost = kByRow ? kRowTokens : kRegisterTokens;
+  BLOCKSPARSE_TOKENS(kMost);
+  if constexpr (kMost > 6) BLOCKSPARSE_TOKENS(6);
+  if constexpr (kMost > 4) BLOCKSPARSE_TOKENS(4);
   BLOCKSPARSE_TOKENS(2);
   BLOCKSPARSE_TOKENS(1);
 #undef BLOCKSPARSE_TOKENS
@@ -176,8 +189,8 @@ void int8_piece_on_tiles(const Int8Piece& piece) {
   for (int64_t output = piece.begin; output < piece.end; output += kTileOutputs) {
     const int columns = output + kTile < piece.end ? 2 : 1;
     Sums offset[2] = {};
-    for (int64_t b = 0; b < piece.blocks; ++b)
-      for (int c = 0; c < columns; ++c) offset[c] += load(piece.sum + b * piece.padded_out + output + c * kTile) * 128;
+    for (int c = 0; c < columns; ++c)
+      offset[c] = load(weight_sums(piece.scales, piece.padded_out) + output + c * kTile) * kOffset;
     configure_tiles(kTile, depth, kTile);
     for (int64_t t = 0; t < piece.tokens; t += kTileTokens) {
       const int64_t tokens = smaller(kTileTokens, piece.tokens - t);
@@ -195,9 +208,10 @@ void int8_piece_on_tiles(const Int8Piece& piece) {
       finish_stores(sums);
       for (int64_t i = 0; i < tokens; ++i)
         for (int c = 0; c < columns; ++c) {
-          const Sums sum = load(sums + i * kTileOutputs + c * kTile) - offset[c];
+          const Sums sum = load(sums + i * kTileOutputs + c * kTile) + offset[c];
           store(results + (i * columns + c) * kTile,
-                __builtin_convertvector(sum, Vector<float>) * load(piece.scale + output + c * kTile));
+                __builtin_convertvector(sum, Vector<float>) *
+                    load(reinterpret_cast<const float*>(piece.scales) + output + c * kTile));
         }
       write_tile<E>(piece, t, output, int(tokens), columns, results);
     }
@@ -209,14 +223,18 @@ void int8_piece_on_tiles(const Int8Piece& piece) {
 template <class E, bool kByRow>
 void int8_outputs(const Int8Piece& piece) {
   int64_t output = piece.begin;
+  const int64_t tiles = ceil_div(piece.end - output, kRegisterVectors * kOutputs) *
+                        ceil_div(piece.tokens, kByRow ? kRowTokens : kRegisterTokens);
+  const int64_t lines = ceil_div(piece.next_bytes, 64 * tiles * piece.blocks + 1);
+  Fetch fetch = {piece.next, piece.next + piece.next_bytes, lines * 64};
   if constexpr (kRegisterVectors == 2)
-    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2, kByRow>(piece, output);
-  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1, kByRow>(piece, output);
+    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2, kByRow>(piece, output, fetch);
+  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1, kByRow>(piece, output, fetch);
 }
 
 template <class E>
 void int8_piece(const Int8Piece& piece) {
-  if (!sums_rows(piece)) return int8_outputs<E, false>(piece);
+  if (!piece.by_row) return int8_outputs<E, false>(piece);
 #if defined(BLOCKSPARSE_TILES)
   if (fills_tiles(piece.steps) && piece.tokens >= kLeastOnTiles) return int8_piece_on_tiles<E>(piece);
 #endif

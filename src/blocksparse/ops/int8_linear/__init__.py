@@ -10,7 +10,8 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..checks import check_activation, check_kinds
-from .op import DTYPES, INT8_LINEAR, MAX_INPUTS, Int8Op, check_inference, check_operands
+from .cpu import MAX_INPUTS
+from .op import DTYPES, INT8_LINEAR, Int8Op, check_inference, check_operands
 from .reference import NEGLIGIBLE
 
 __all__ = [

@@ -22,15 +22,17 @@ from ..cpu_plan import OUTPUT_STEP, row_plan
 
 unsupported_reason = cpu_core.unsupported_reason
 
+# Sums of 8-bit products of this many inputs fit int32.
+MAX_INPUTS = 1 << 16
+
 
 class _Packed(NamedTuple):
     """Weights in the order in which kernels read them, and the version of the tensors from which they were made."""
 
-    values: Tensor  # int8 [nnz, steps, padded_out, 4]
-    scales: Tensor  # float32 [nnz, padded_out]
-    sums: Tensor  # int32 [nnz, padded_out], sum of each output's weights
+    blocks: Tensor  # int8 [nnz, bytes]: weights [steps, padded_out, 4], then the block's scales if rows have none
+    row_scales: Tensor | None  # [block rows, 2, padded_out] if an output has the same scale in all blocks
+    padded_out: int
     layout: BlockLayout
-    by_row: bool  # whether an output has the same scale in all blocks
     source: weakref.ref[Tensor]  # the scales
     version: tuple[int, ...] | None
 
@@ -58,11 +60,19 @@ def packed(values: Tensor, scales: Tensor, layout: BlockLayout) -> _Packed:
     out, in_ = blocks.shape[1:]
     padded = F.pad(blocks, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
     nnz, padded_out, padded_in = padded.shape
-    steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
+    packed = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).flatten(1)
     sums = padded.sum(-1, dtype=torch.int32)
-    first = torch.from_numpy(layout.row_start[layout.row_of_block].astype("int64"))  # the first block of each row
-    by_row = torch.equal(scales, scales[first])
-    entry = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, layout, by_row, weakref.ref(scales), version)
+    # Kernels read a float32 scale and then an int32 sum of weights for each output.
+    parts = torch.stack([F.pad(scales, (0, padded_out - out)).view(torch.int32), sums], 1)
+    start = torch.from_numpy(layout.row_start.astype("int64"))
+    rows = torch.repeat_interleave(start.diff())
+    row_scales = None
+    if torch.equal(scales, scales[start[rows]]) and int(start.diff().max()) * in_ <= MAX_INPUTS:
+        row_scales = parts.new_zeros(layout.grid[0], 2, padded_out).index_add(0, rows, parts)
+        row_scales[rows, 0] = parts[:, 0]
+    else:
+        packed = torch.cat([packed, parts.flatten(1).view(torch.int8)], 1)
+    entry = _Packed(packed.contiguous(), row_scales, padded_out, layout, weakref.ref(scales), version)
     if cached:
         _packed[values] = entry
     return entry
@@ -96,14 +106,12 @@ def product(
         rows = address("x", x, (tokens // output * input, channels), x.dtype), channels
     else:
         rows = cpu_core.row_addresses("x", x, (tokens, in_features), x.dtype)
-    _, steps, padded_out, _ = weights.values.shape
+    padded_out, row_scales = weights.padded_out, weights.row_scales
+    block_bytes = padded_out * (-(-layout.block_shape[1] // 4) * 4 + (8 if row_scales is None else 0))
     core.int8_linear(
         plan=row_plan(layout, False), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens,
-        x=rows,
-        values=address("values", weights.values, (layout.nnz, steps, padded_out, 4), torch.int8),
-        scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
-        sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,
+        x=rows, blocks=address("values", weights.blocks, (layout.nnz, block_bytes), torch.int8),
+        row_scales=address("scales", row_scales, (layout.grid[0], 2, padded_out), torch.int32), padded_out=padded_out,
         bias=address("bias", bias, (out_features,), x.dtype), y=y_address, axes=[astuple(axis) for axis in axes],
-        by_row=weights.by_row,
     )  # fmt: skip
     return y

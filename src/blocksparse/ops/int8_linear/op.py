@@ -15,9 +15,8 @@ from ..activations import ACTIVATIONS
 from ..checks import check_tangents
 from ..registry import Geometry, LayoutOp, Options, Tensors
 from . import cpu, reference
+from .cpu import MAX_INPUTS
 
-# Sums of 8-bit products of this many inputs fit int32.
-MAX_INPUTS = 1 << 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
