@@ -16,6 +16,7 @@ from .calls import Calls, Fault
 FAMILIES = {
     "linear": (8, products.draw_linear, products.run),
     "csr": (5, products.draw_csr, products.run),
+    "int8": (2, products.draw_int8, products.run_int8),
     "conv": (8, convolutions.draw, convolutions.run),
     "gates": (3, elementwise.draw_gates, elementwise.run_gates),
     "dropout": (1, elementwise.draw_dropout, elementwise.run_dropout),

@@ -1,4 +1,4 @@
-"""Linear products with blocks, and with blocks of 1, which have kernels of their own."""
+"""Linear products with blocks, with blocks of 1, which have kernels of their own, and in 8 bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocksparse import BlockLayout, to_dense
-from blocksparse.ops import cpu_core
+from blocksparse.ops import cpu_core, int8_linear
 from blocksparse.ops.linear import cpu
 
 from .calls import DTYPES, Calls, assert_same, assert_within, exact_output, sum_bound
@@ -129,6 +129,35 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
     calls.on_each("csr gradients", dtype, gradients, check, threads)
     check_transposed_indices(layout, calls)
+
+
+def draw_int8(rng: Random) -> dict:
+    block = draw_block(rng, SQUARES, 128)
+    tokens = draw_tokens(rng) if rng.random() < 0.97 else rng.randint(200, 700)
+    case = _draw_product(rng, draw_layout(rng, block, max(10_000, block[0] * block[1])), tokens)
+    return {**case, "dtype": rng.choice(("float32", "bfloat16", "float16")), "by_row": rng.random() < 0.5}
+
+
+def run_int8(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    """Compare a product in 8 bits with that of the rounded numbers in float64."""
+    layout, dtype, tokens = build_layout(case["layout"], numbers), DTYPES[case["dtype"]], case["tokens"]
+    out_features, in_features = layout.shape
+    x = vary(numbers, normal(numbers, tokens, in_features), case["spread"])
+    x = rows(x, dtype, case["x"])
+    weight = vary(numbers, normal(numbers, *layout.values_shape), case["spread"])
+    values, scales = int8_linear.quantized(weight, layout if case["by_row"] else None)
+    bias = whole(normal(numbers, out_features), dtype, case["offset"]) if case["bias"] else None
+    integers, scale = int8_linear.reference.rounded(x)
+    product = ExactProduct(layout, values.double() * scales.double()[..., None])
+    exact = product(integers.double() * scale.double(), False)
+    expected, bound = exact_output(exact, bias, in_features, case["activation"], dtype)
+    calls.on_each(
+        "int8",
+        dtype,
+        lambda: int8_linear.cpu.int8_linear(x, values, scales, bias, layout, case["activation"]),
+        lambda y: assert_within(y, expected, bound),
+        case["threads"],
+    )
 
 
 def check_transposed_indices(layout: BlockLayout, calls: Calls) -> None:
