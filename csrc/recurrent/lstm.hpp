@@ -25,6 +25,7 @@ struct RecurrentWeight {
   const void* values;
   bool transposed;
   RowTasks tasks;
+  bool has_turned_blocks = false;  // blocks are [in, out]
 };
 
 // y = the product of these rows, contiguous.

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "core/parallel.hpp"
 #include "core/rows.hpp"
 #include "elementwise/elementwise.hpp"
 #include "recurrent/lstm.hpp"
@@ -32,14 +33,43 @@ void advance(const StatePath& state, const TimeSteps& steps, int64_t nth, int64_
     std::memcpy(from(state.before, steps.start[following] + r, size).data, final + r * bytes, bytes);
 }
 
+// Least steps and rows that pay for a transposed copy of the weight.
+constexpr int64_t kTurnedSteps = 8, kTurnedRows = 3;
+
+template <class T>
+void turn_block(const void* from, int64_t rows, int64_t cols, void* to) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; ++c) static_cast<T*>(to)[c * rows + r] = static_cast<const T*>(from)[r * cols + c];
+}
+
+// Return a weight for all steps of a recurrence. For a few rows its blocks are transposed: lanes are then outputs,
+// whose sums need no sum over lanes.
+RecurrentWeight weight_of_steps(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight,
+                                const TimeSteps& steps) {
+  const LinearKernels& kernels = linear_kernels(isa, dtype, weight.block_in);
+  if (weight.transposed || steps.count < kTurnedSteps || steps.rows(0) < kTurnedRows || kernels.k_pack > 1 ||
+      !kernels.few_tokens(steps.rows(0), weight.block_out, weight.block_in, true))
+    return weight;
+  const int64_t size = size_of(dtype), bytes = weight.block_out * weight.block_in * size;
+  const int64_t blocks = weight.tasks.start[weight.out / weight.block_out];
+  const auto turn = size == 4 ? &turn_block<float> : size == 8 ? &turn_block<double> : &turn_block<uint16_t>;
+  char* to = static_cast<char*>(scratch(Scratch::kTurned, blocks * bytes));
+  parallel_tasks(blocks, [&](int64_t b) {
+    turn(static_cast<const char*>(weight.values) + b * bytes, weight.block_out, weight.block_in, to + b * bytes);
+  });
+  RecurrentWeight turned = weight;
+  turned.values = to, turned.has_turned_blocks = true;
+  return turned;
+}
+
 }  // namespace
 
 void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight, int64_t rows, const InputRows& x,
              void* y) {
   int64_t out = weight.out, in = weight.in, block_out = weight.block_out, block_in = weight.block_in;
   if (weight.transposed) std::swap(out, in), std::swap(block_out, block_in);
-  linear(isa, dtype, Activation::kNone, weight.transposed, block_out, block_in, rows, {x.data, x.stride, in},
-         weight.values, nullptr, y, out, weight.tasks);
+  linear(isa, dtype, Activation::kNone, weight.transposed != weight.has_turned_blocks, block_out, block_in, rows,
+         {x.data, x.stride, in}, weight.values, nullptr, y, out, weight.tasks);
 }
 
 void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
@@ -81,6 +111,7 @@ void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& ste
 void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                   const GatedForward& data, void* z, const MultipliedForward* multiplied) {
   const int64_t hidden = data.hidden, size = size_of(dtype);
+  const RecurrentWeight of_steps = weight_of_steps(isa, dtype, weight, steps);
   gated_forward(isa, dtype, steps, data, [&](StepRows step, InputRows x) {
     if (multiplied) {
       const OutputRows of_h = from(OutputRows{multiplied->of_h, hidden}, step.at, size);
@@ -89,7 +120,7 @@ void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps
       multiply(isa, dtype, step.count, hidden, {from(multiplied->factor, step.at, size), read_only(of_h), m});
       x = read_only(m);
     }
-    product(isa, dtype, weight, step.count, x, z);
+    product(isa, dtype, of_steps, step.count, x, z);
     return InputRows{z, 4 * hidden};
   });
 }
@@ -113,11 +144,12 @@ void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& step
 void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                     const HiddenSteps& data, void* z) {
   const int64_t hidden = data.hidden, size = size_of(dtype);
+  const RecurrentWeight of_steps = weight_of_steps(isa, dtype, weight, steps);
   for (int64_t nth = 0; nth < steps.count; ++nth) {
     const int64_t t = steps.at(nth), at = steps.start[t];
     const StepRows step = {at, steps.rows(t)};
     const InputRows h = state_before(data.h, steps, nth, hidden, size);
-    product(isa, dtype, weight, step.count, h, z);
+    product(isa, dtype, of_steps, step.count, h, z);
     hidden_gates_forward(isa, dtype, step.count,
                          {data.kind,
                           hidden,

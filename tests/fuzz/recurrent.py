@@ -32,7 +32,7 @@ def draw(rng: Random) -> dict:
         "block": block,
         "density": rng.choice((None, 0.2, 0.6)),
         "directions": rng.choice((1, 1, 2)),
-        "lengths": sorted((rng.randint(1, 7) for _ in range(rng.randint(1, 20))), reverse=True),
+        "lengths": sorted((rng.randint(1, 12) for _ in range(rng.randint(1, 20))), reverse=True),
         "packed": rng.random() < 0.5,
         "dtype": "float64" if layer == "SmallWorldLSTM" else rng.choice(("float32", "float64")),
         "threads": 2 if rng.random() < 0.1 else 1,

@@ -8,6 +8,7 @@ import torch
 import blocksparse as bs
 from blocksparse.nn.recurrent import Recurrent
 from blocksparse.ops import cpu_core
+from linear_backends import CPU, running
 
 pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the way is that to the compiled core")
 
@@ -66,12 +67,15 @@ def test_the_same_bits_as_the_long_way(options, batch, steps):
     check(module, x, [h, c], short)  # cast first where they are of 16 bits
 
 
-def test_several_steps_one_by_one():
-    module, _, hx = of()
-    x = torch.randn(5, 3, INPUT)
-    with torch.no_grad():
-        expected, last = module(x, hx)
-        for t in range(5):
+@pytest.mark.parametrize("steps", [5, 12])  # 12 steps transpose the blocks of the state's weight once
+@pytest.mark.parametrize("layer", [bs.nn.LSTM, bs.nn.GRU, bs.nn.RNN])
+@pytest.mark.parametrize("backend", CPU)
+def test_several_steps_one_by_one(backend, layer, steps):
+    module = layer(INPUT, HIDDEN, density=0.5, block_size=16)
+    x, hx = torch.randn(steps, 3, INPUT), None
+    with torch.no_grad(), running(backend):
+        expected, last = module(x)
+        for t in range(steps):
             y, hx = module(x[t : t + 1], hx)
             torch.testing.assert_close(y[0], expected[t])
     torch.testing.assert_close(hx, last)
