@@ -46,8 +46,7 @@ struct Int8Kernels {
 constexpr int64_t kTileTokens = 32, kTileOutputs = 32;
 
 // Blocks of int8 [steps, padded_out, 4], each followed by its scales unless rows have scales. Scales are float32
-// [padded_out], then the sums of each output's weights, int32 [padded_out]. They lie beside the weights: with few
-// tokens reading memory is the bound, and one stream is faster than two.
+// [padded_out], then the sums of each output's weights, int32 [padded_out]. Fetching the weights fetches them too.
 struct Int8Weights {
   const char* blocks;
   const char* row_scales;  // or null; the sums of whole rows must fit int32
