@@ -22,14 +22,14 @@ void multiply(const Terms<Plain<Real>>& terms, int64_t rows, int64_t width, bool
   const int64_t vectors = width / n, columns = ceil_div(vectors, kTileVectors);
   for (int64_t c = 0; c < columns; ++c) {
     const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first;
-    column_of_tiles<Plain<Real>, Gather::kStream>(terms, here, first * n, rows, add, sums + first * n, sums_row);
+    column_of_tiles<Plain<Real>, Gather::kTerm>(terms, here, first * n, rows, add, sums + first * n, sums_row);
   }
 }
 
 template <class Real>
 Terms<Plain<Real>> terms_of(const Real* const* w, const Real* const* x, int64_t count, int64_t w_row, int64_t w_step,
                             int64_t x_step, int64_t steps) {
-  return {w, x, int(count), w_row, w_step, x_step, steps, nullptr, nullptr, 0, 0, 0};
+  return {w, x, int(count), w_row, w_step, x_step, steps};
 }
 
 // sums[rows, padded] = w[rows, features] x[features, padded].

@@ -133,8 +133,7 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
   for (int64_t r = 0; r < piece.runs; ++r) {
     fetch_next<E>(piece, part * piece.runs + r, parts * piece.runs);
     for (int64_t i = 0; i < terms.count; ++i) in[i] = x + piece.input[r] + terms.offset[i];
-    const Terms<E> run = {
-        in, terms.w, int(terms.count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr, 0, 0, 0};
+    const Terms<E> run = {in, terms.w, int(terms.count), piece.input_step, 1, piece.padded, piece.steps};
     even_tiles<E>(run, piece.padded / kLanes<Unit>, terms.end - terms.begin, add,
                   sums + (r * piece.length + terms.begin) * piece.padded, piece.padded);
     if (part + 1 == parts) write_run<E>(piece, r, sums + r * piece.length * piece.padded);
@@ -232,18 +231,13 @@ void sample(const SampledRows& rows) {
                             1,
                             rows.left_step,
                             rows.right_step,
-                            rows.steps,
-                            nullptr,
-                            nullptr,
-                            0,
-                            0,
-                            0};
+                            rows.steps};
     constexpr int n = kLanes<Unit>;
     typename E::Sum* sums = static_cast<typename E::Sum*>(rows.sums);
     const int64_t vectors = rows.padded / n, columns = ceil_div(vectors, kTileVectors);
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first;
-      column_of_tiles<E, Gather::kStream>(terms, here, first * n, rows.rows, true, sums + first * n, rows.padded);
+      column_of_tiles<E, Gather::kTerm>(terms, here, first * n, rows.rows, true, sums + first * n, rows.padded);
     }
   }
 }

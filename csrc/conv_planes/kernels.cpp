@@ -58,16 +58,11 @@ void row(const PlaneRow& p) {
                             p.w_row,
                             p.w_step,
                             p.x_step,
-                            p.steps,
-                            nullptr,
-                            nullptr,
-                            0,
-                            0,
-                            0};
+                            p.steps};
     const int64_t columns = ceil_div(p.vectors, kTileVectors);
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t first = p.vectors * c / columns, here = p.vectors * (c + 1) / columns - first;
-      column_of_tiles<E, Gather::kStream>(terms, here, first * n, p.outputs, false, sums + first * n, sums_row);
+      column_of_tiles<E, Gather::kTerm>(terms, here, first * n, p.outputs, false, sums + first * n, sums_row);
     }
   }
   const Real* const bias = static_cast<const Real*>(p.bias);

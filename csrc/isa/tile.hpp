@@ -1,11 +1,10 @@
-// The register tile: the inner loop of all CPU products.
+// The register tile: the inner loop of CPU products (y = x W^T has its own, in linear/row_tile.hpp).
 //
 //   sums[r][lane] += sum over terms t and steps k of  w[t][r * w_row + k * w_step] * x[t][k * x_step + lane]
 //
-// One unit of w at a time is broadcast to a vector; x is read a vector at a time. In the forward and transposed
-// products lanes are tokens and terms are the blocks of a row. In the sampled product lanes are input features of
-// neighbouring blocks, steps are tokens, and w is the gradient of the output. In convolutions lanes are outputs, rows
-// are positions of an image that is read in place, and w is the image.
+// One unit of w at a time is broadcast to a vector; x is read a vector at a time. In the sampled linear product lanes
+// are input features of neighbouring blocks, steps are tokens, and w is the gradient of the output. In convolutions
+// lanes are outputs, rows are positions of an image that is read in place, and w is the image.
 #pragma once
 
 #include "isa/element.hpp"
@@ -13,9 +12,9 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// How a tile finds its vectors of x. kTerm: contiguous within each term; kStream: the same, and the next terms are
-// prefetched; the others (one term only): each whole, half or quarter vector at an address of its own.
-enum class Gather { kTerm, kStream, kVectors, kHalves, kQuarters };
+// How a tile finds its vectors of x. kTerm: contiguous within each term; the others (one term only): each whole, half
+// or quarter vector at an address of its own.
+enum class Gather { kTerm, kVectors, kHalves, kQuarters };
 constexpr int pieces(Gather gather) { return gather == Gather::kHalves ? 2 : gather == Gather::kQuarters ? 4 : 1; }
 
 template <class E>
@@ -25,11 +24,6 @@ struct Terms {
   const Unit* const* x;  // [count], or the pieces of the one term
   int count;
   int64_t w_row, w_step, x_step, steps;
-  // The next terms, prefetched meanwhile: each tile of rows fetches a share of their bytes.
-  const char* const* next_w;
-  const char* const* next_x;
-  int next_count;
-  int64_t next_w_bytes, next_x_bytes;  // of a term, per step of one tile
 };
 
 template <class V, class Half, size_t... I>
@@ -65,10 +59,6 @@ constexpr int tile_rows(int64_t vectors) {
   return vectors > 1 ? kTileRows : kTileRows == 8 ? 2 * kTileRows : 3 * kTileRows;
 }
 
-BLOCKSPARSE_INLINE void fetch_lines(const char* from, int64_t bytes) {
-  for (const char* line = from; line < from + bytes; line += 64) __builtin_prefetch(line);
-}
-
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
                                       typename E::Sum* sums, int64_t sums_row) {
@@ -77,9 +67,8 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
   Vector<Sum> sum[kRows][kVectors] = {};
 
-  const int64_t w_row = terms.w_row, tile = row / tile_rows(kVectors);
-  // Tall tiles have groups of rows with an address each, which share the registers of their offsets. With 16 registers
-  // they have none left for the addresses of prefetches, which then come before the steps.
+  const int64_t w_row = terms.w_row;
+  // Tall tiles have groups of rows with an address each, which share the registers of their offsets.
   constexpr bool kTall = kVectors == 1 && kTileRows == 4 && kRows > kTileRows;
   constexpr int kGroups = kTall ? kRows / 4 : kRows > 8 ? 2 : 1, kGroup = (kRows + kGroups - 1) / kGroups;
   for (int t = 0; t < terms.count; ++t) {
@@ -87,26 +76,10 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) w[g] = terms.w[t] + (row + g * kGroup) * w_row;
     const Unit* x = terms.x[t] + x_offset;
-    const bool fetch = t < terms.next_count;
-    const int64_t next_w_bytes = fetch ? terms.next_w_bytes : 0, next_x_bytes = fetch ? terms.next_x_bytes : 0;
-    const char* next_w = fetch ? terms.next_w[t] + tile * terms.steps * next_w_bytes : nullptr;
-    const char* next_x = fetch ? terms.next_x[t] + tile * terms.steps * next_x_bytes : nullptr;
-    if constexpr (kTall && kGather == Gather::kTerm) {
-      if (fetch) {
-        fetch_lines(next_w, terms.steps * next_w_bytes);
-        fetch_lines(next_x, terms.steps * next_x_bytes);
-      }
-    }
     int64_t at = 0;
     for (int64_t k = 0; k < terms.steps; ++k, at += terms.x_step) {
       Vector<Unit> in[kVectors];
-      if constexpr (kGather == Gather::kTerm || kGather == Gather::kStream) {
-        if constexpr (kGather == Gather::kTerm && !kTall) {
-          __builtin_prefetch(next_w);
-          __builtin_prefetch(next_x);
-          next_w += next_w_bytes;
-          next_x += next_x_bytes;
-        }
+      if constexpr (kGather == Gather::kTerm) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
       } else {
@@ -174,10 +147,10 @@ static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t r = rows * t / tiles;
     switch (rows * (t + 1) / tiles - r) {
-#define BLOCKSPARSE_ROWS(count)                                                                                   \
-  case count:                                                                                                     \
-    if constexpr (count <= kMost)                                                                                 \
-      register_tile<E, count, kVectors, Gather::kStream>(terms, r, x_offset, add, sums + r * sums_row, sums_row); \
+#define BLOCKSPARSE_ROWS(count)                                                                                 \
+  case count:                                                                                                   \
+    if constexpr (count <= kMost)                                                                               \
+      register_tile<E, count, kVectors, Gather::kTerm>(terms, r, x_offset, add, sums + r * sums_row, sums_row); \
     break;
       BLOCKSPARSE_ROWS(1)
       BLOCKSPARSE_ROWS(2)

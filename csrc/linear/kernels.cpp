@@ -6,13 +6,15 @@
 #include "linear/linear.hpp"
 #include "linear/on_tiles.hpp"
 #include "linear/outputs.hpp"
+#include "linear/row_tile.hpp"
 
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Units summed at a time: these inputs of a panel stay in the L1 cache while all outputs are computed.
-constexpr int64_t kSumGroup = 64;
+// Units summed at a time: sums of sums lose less to rounding than one long sum. Converted weights and their inputs also
+// stay in the L1 cache while all outputs are computed.
+constexpr int64_t kSumGroup = 256, kConvertGroup = 64;
 // Steps of a sampled block at a time: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
 
@@ -153,86 +155,42 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
 
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
 
-// Where the tile finds the weights of a block: output r, step k is at [r * row + k * step] from the first output of the
-// piece.
+// Convert a block of weights to units, in the order of its numbers or, for pairs, [steps, outputs].
 template <class E>
-struct BlockWeights {
-  using Unit = typename E::Unit;
+void convert_block(const RowPiece& piece, int64_t position, typename E::Unit* to) {
   using Storage = typename E::Storage;
-  int64_t row, step, block_units;
-  Unit* converted;  // room for a group of blocks, or null where the values are used in place
-
-  BlockWeights(const RowPiece& piece, int64_t group) {
-    const int64_t sum_units = piece.block_sum / E::kPack;
-    row = piece.transposed ? 1 : sum_units;
-    step = piece.transposed ? piece.block_out : 1;
-    block_units = piece.block_out * sum_units;
-    const bool converts = E::kConvertsWeights || (E::kPack > 1 && piece.transposed);
-    converted = converts ? static_cast<Unit*>(scratch(Scratch::kWeights, group * block_units * int64_t(sizeof(Unit))))
-                         : nullptr;
-  }
-
-  const Unit* prepare(const RowPiece& piece, int64_t position, int64_t slot) const {
-    const Storage* block = static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
-    if (!converted) return reinterpret_cast<const Unit*>(block) + piece.begin * row;
-    Unit* to = converted + slot * block_units;
-    if constexpr (E::kPack == 1) {
-      pack_step<E>(&block, block_units, to);
-    } else {
-      for (int64_t k = 0; k < piece.block_sum / E::kPack; ++k) {
-        const Storage* pair[2] = {block + 2 * k * piece.block_out, block + (2 * k + 1) * piece.block_out};
-        pack_step<E>(pair, piece.block_out, to + k * piece.block_out);
-      }
+  const Storage* block = static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
+  if constexpr (E::kPack == 1) {
+    pack_step<E>(&block, piece.block_out * piece.block_sum, to);
+  } else {
+    for (int64_t k = 0; k < piece.block_sum; k += 2, to += piece.block_out) {
+      const Storage* pair[2] = {block + k * piece.block_out, block + (k + 1) * piece.block_out};
+      pack_step<E>(pair, piece.block_out, to);
     }
-    return to + piece.begin * row;
   }
-};
+}
 
-template <class E>
+template <class E, bool kTransposed>
 void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* sums) {
   using Unit = typename E::Unit;
-  const int64_t sum_units = piece.block_sum / E::kPack;
-  const int64_t group = sum_units < kSumGroup ? kSumGroup / sum_units : 1;
-  const BlockWeights<E> weights(piece, group);
-  const Unit* w[kSumGroup];
-  const Unit* x[kSumGroup];
-  const char* next_w[kSumGroup];
-  const char* next_x[kSumGroup];
-  const int64_t block_bytes = piece.block_out * piece.block_sum * int64_t(sizeof(typename E::Storage));
-  const Unit* panel = static_cast<const Unit*>(piece.panel);
-  const int64_t vectors = piece.width / kLanes<Unit>, columns = ceil_div(vectors, kTileVectors);
+  using Blocks = RowBlocks<E, kTransposed>;
+  constexpr int n = kLanes<Unit>;
+  constexpr int64_t kMost = Blocks::kConverts ? kConvertGroup : kSumGroup;
+  const int64_t steps = piece.block_sum / E::kPack, group = steps < kMost ? kMost / steps : 1;
+  const int64_t block = piece.block_out * steps, bytes = group * block * int64_t(sizeof(Unit));
+  Unit* const converted = Blocks::kConverts ? static_cast<Unit*>(scratch(Scratch::kWeights, bytes)) : nullptr;
+  const Unit* const w = Blocks::kConverts ? converted : static_cast<const Unit*>(piece.values);
+  const int64_t vectors = piece.width / n, columns = ceil_div(vectors, kTileVectors);
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
-    for (int64_t i = 0; i < count; ++i) {
-      w[i] = weights.prepare(piece, piece.position[first + i], i);
-      x[i] = panel + piece.col[first + i] * sum_units * piece.width;
-    }
-    const bool last = first + count == piece.blocks;
-    const RowPiece& after = last ? next : piece;
-    const int64_t after_first = last ? 0 : first + count, next_count = smaller(count, after.blocks - after_first);
-    for (int64_t i = 0; i < next_count; ++i) {
-      next_w[i] = static_cast<const char*>(after.values) + after.position[after_first + i] * block_bytes +
-                  after.begin * block_bytes / piece.block_out;
-      next_x[i] = reinterpret_cast<const char*>(panel + after.col[after_first + i] * sum_units * piece.width);
-    }
-    const int64_t tile = tile_rows(vectors);
-    const int64_t shares = sum_units * ((piece.end - piece.begin + tile - 1) / tile);
-    const Terms<E> terms = {w,
-                            x,
-                            int(count),
-                            weights.row,
-                            weights.step,
-                            piece.width,
-                            sum_units,
-                            next_w,
-                            next_x,
-                            int(next_count),
-                            block_bytes * (piece.end - piece.begin) / piece.block_out / shares,
-                            sum_units * piece.width * int64_t(sizeof(Unit)) / shares};
+    if constexpr (Blocks::kConverts)
+      for (int64_t i = 0; i < count; ++i) convert_block<E>(piece, piece.position[first + i], converted + i * block);
+    const Blocks blocks = {piece, next, w, first, first + count, Blocks::kConverts ? group : kFetchAhead};
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t vector = vectors * c / columns, here = vectors * (c + 1) / columns - vector;
-      column_of_tiles<E, Gather::kTerm>(terms, here, vector * kLanes<Unit>, piece.end - piece.begin, first > 0,
-                                        sums + vector * kLanes<Unit>, piece.width);
+      if (here == 3) row_tiles<E, kTransposed, 3>(blocks, vector, sums + vector * n);
+      if (here == 2) row_tiles<E, kTransposed, 2>(blocks, vector, sums + vector * n);
+      if (here == 1) row_tiles<E, kTransposed, 1>(blocks, vector, sums + vector * n);
     }
   }
 }
@@ -250,7 +208,8 @@ void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
     if (piece.depth) return multiply_row_on_tiles(piece, sums);
   }
 #endif
-  multiply_row<E>(piece, next, sums);
+  const auto multiply = piece.transposed ? multiply_row<E, true> : multiply_row<E, false>;
+  multiply(piece, next, sums);
 }
 
 template <class E>
@@ -355,8 +314,7 @@ void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t ve
     for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
       const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
       const Terms<E> terms = {
-          &grad,   x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first), nullptr,
-          nullptr, 0, 0, 0};
+          &grad, x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first)};
       column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, first > 0,
                                   sums + first_vector * n, vectors * n);
     }
