@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import blocksparse as bs
 from blocksparse.compression import stages, training
+from blocksparse.compression.batches import BatchReader
 from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.conversion import speed
@@ -199,6 +200,22 @@ def test_few_steps_at_the_target_are_reported(monkeypatch):
     monkeypatch.setattr(stages, "MIN_STEPS", 10**9)
     with pytest.warns(bs.SparsityWarning, match="only [0-9]+ training steps were left at density 0.5"):
         bs.compress(trained(Classifier(), data), data, 0.5, 8, minutes=0.1)
+
+
+def test_an_evaluation_that_may_be_an_error_is_warned_of(monkeypatch):
+    monkeypatch.setattr(stages, "DOUBTFUL", 1.01)  # any agreement
+    scores = itertools.count()
+    with pytest.warns(bs.SparsityWarning, match="A higher value has to be better"):
+        bs.compress(Classifier().eval(), labelled(128), **options(), evaluate=lambda model: next(scores))
+
+
+def test_integer_inputs_are_classes_only_for_a_model_of_tokens():
+    tokens = torch.randint(8, (4, 3))
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
+    assert BatchReader(model).output_kind(model, tokens) == "kl"
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 9))
+    assert BatchReader(model).output_kind(model, tokens) == "auto"
+    assert BatchReader(model).output_kind(model, (tokens, tokens)) == "kl"
 
 
 def test_an_evaluation_that_is_nan_is_the_worst():

@@ -1,5 +1,7 @@
 """`bs.sparsity.Distillation`: each loss and agreement, and how outputs are recognized."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,16 @@ def test_outputs_are_recognized():
     assert distillation.output_kind("output", x.log_softmax(1)) == "kl"
     assert distillation.output_kind("output", x.sigmoid()) == "binary"
     assert distillation.output_kind("output", F.normalize(x)) == "cosine"
+
+
+def test_logits_without_a_softmax_are_compared_by_their_squares():
+    assert distillation.output_kind("logits", torch.randn(6, 1)) == "mse"
+    assert distillation.output_kind("logits", torch.randn(2, 5, 4, 4)) == "mse"
+    teacher = nn.Linear(4, 5)
+    teacher.config = SimpleNamespace(problem_type="multi_label_classification")
+    assert distillation.output_kind("logits", torch.randn(6, 5), teacher) == "mse"
+    teacher.config.problem_type = None
+    assert distillation.output_kind("logits", torch.randn(6, 5), teacher) == "kl"
 
 
 def test_hidden_layers_are_compared():

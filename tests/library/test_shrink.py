@@ -341,6 +341,56 @@ def test_heads_that_must_stay_are_named(model, reason):
     assert sum(each.numel() for each in small.parameters()) == sum(each.numel() for each in model.parameters())
 
 
+class FreeSize(Attention):
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.queries, self.keys, self.values))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Scaled(Attention):
+    def forward(self, x):
+        return super().forward(x) / self.values(x).shape[-1]
+
+
+class NotTransposed(Attention):  # heads are tokens
+    def forward(self, x):
+        q, k, v = (layer(x).view(*x.shape[:2], -1, 4) for layer in (self.queries, self.keys, self.values))
+        return self.out(F.scaled_dot_product_attention(q, k, v).reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.filterwarnings("ignore:shrink")
+@pytest.mark.parametrize("kind", [FreeSize, Scaled, NotTransposed])
+@torch.no_grad()
+def test_models_that_depend_on_the_number_of_heads_keep_them(kind):
+    model = kind().eval()
+    model.out.weight[:, 4:8] = 0
+    assert check(model, torch.randn(2, 4, 16)).out.in_features == 16
+
+
+@torch.no_grad()
+def test_a_model_with_an_unused_layer_loses_heads():
+    model = Attention().eval()
+    model.unused = nn.Linear(3, 3)  # so that a call in training mode is followed too
+    model.out.weight[:, 4:8] = 0
+    assert check(model, torch.randn(2, 5, 16)).out.in_features == 12
+
+
+@torch.no_grad()
+def test_the_dtype_of_another_tensor_does_not_connect_features():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 2)
+
+        def forward(self, x):
+            hidden = self.a(x).relu()
+            return self.b(hidden) * torch.ones(3).to(hidden).sum()
+
+    model = Net().eval()
+    model.a.weight[:7] = 0
+    assert check(model, torch.randn(2, 4)).a.out_features == 9
+
+
 @pytest.mark.filterwarnings("ignore:shrink")
 @torch.no_grad()
 def test_half_a_head_stays():

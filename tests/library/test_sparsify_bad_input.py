@@ -364,3 +364,10 @@ def test_each_weight_of_a_recurrent_layer_keeps_its_number_of_blocks(kind, stron
     layouts = {name.split("_")[1]: layout for name, layout in made.layouts.items()}
     count = layer.weight_hh.numel() if kind is nn.LSTMCell else layer.weight_hh_l0.numel()
     assert layouts["ih"].nnz == layouts["hh"].nnz == count // 64 // 4
+
+
+def test_blocks_of_a_block_sparse_model_keep_their_size():
+    sparse = bs.sparsify(torch.nn.Linear(64, 64), 0.5, force=True)
+    assert bs.sparsify(sparse, 0.25, 32, force=True).layout.block_shape == (32, 32)
+    with pytest.raises(bs.BlockSparseError, match="block_size=16 applies to dense weights"):
+        bs.sparsify(sparse, 0.25, 16, force=True)

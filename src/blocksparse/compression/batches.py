@@ -124,9 +124,10 @@ class BatchReader:
             raise batch_error(model, batch, error, with_label=True) from error
 
     def output_kind(self, model: nn.Module, batch: Any, *, warn: bool = False) -> str:
-        """Return how to compare outputs: "kl" if the batch has a tensor that could be their classes, else "auto".
+        """Return how to compare outputs: "kl" if the batch has a tensor of their classes, else "auto".
 
-        That is an int64 tensor `[...]`, such as labels or tokens, for an output `[..., classes]`.
+        That is an int64 tensor `[...]` for an output `[..., classes]`: the labels, or the tokens of a model with an
+        embedding for each class.
 
         Args:
             model: the model.
@@ -136,7 +137,10 @@ class BatchReader:
         output = self.run(model, batch)
         if warn:
             self._warn_of_unused_labels(output, batch)
-        has_classes = isinstance(output, Tensor) and any(_are_classes(each, output) for each in values_of(batch))
+        has_classes = isinstance(output, Tensor) and any(
+            _are_classes(each, output)
+            for each in (values_of(batch) if _predicts_tokens(model, output) else self._labels(batch))
+        )
         return "kl" if has_classes else "auto"
 
     def _warn_of_unused_labels(self, output: Any, batch: Any) -> None:
@@ -227,6 +231,12 @@ def _own_loss(output: Any) -> Tensor | None:
     """Return the `loss` in a model's output, as of transformers with labels; None without one."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return own if isinstance(own, Tensor) else None
+
+
+def _predicts_tokens(model: nn.Module, output: Tensor) -> bool:
+    """Return whether the output could be scores of the model's tokens: an embedding has a row for each score."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return any(table.num_embeddings == output.shape[-1] for table in tables)
 
 
 def _are_classes(labels: Any, output: Tensor) -> bool:

@@ -50,6 +50,9 @@ FIT_END = 0.75
 # With fewer training steps at the target density, a warning is given.
 MIN_STEPS = 20
 
+# A result that agrees less with the dense model, and has a higher metric, may be the worst instead of the best.
+DOUBTFUL = 0.9
+
 # Blocks are dropped in this number of steps per stage.
 DROPS = 8
 
@@ -352,7 +355,17 @@ class CompressionRun:
             self.best_of_stage = None
 
     def _warn_if_missed(self) -> None:
-        """Warn if the fit was stopped, or the density of the best model is above the target."""
+        """Warn if the fit was stopped, the density of the best model is above the target, or its metric is doubtful."""
+        dense, best = self.curve[0], self.curve[-1]
+        metrics = [0.0 if point.metric is None else point.metric for point in (dense, best)]
+        if best.agreement < DOUBTFUL and metrics[1] > metrics[0]:
+            warnings.warn(
+                f"compress: evaluate returned {metrics[1]:.4g} for the result and {metrics[0]:.4g} for the dense "
+                f"model, though they agree by {best.agreement:.1%} only. A higher value has to be better: for an "
+                "error, return its negative",
+                SparsityWarning,
+                stacklevel=4,
+            )
         if self.is_fit_cut:
             warnings.warn(
                 f"compress: fitting was stopped after {self.fit_minutes:.1f} minutes, so that some weights kept their "

@@ -59,6 +59,10 @@ LAYERS_SECONDS, PASS_SECONDS, EXAMPLE_SECONDS = 15.0, 3.0, 0.5
 FIT_SECONDS, MAX_COST = 20.0, 3e10
 
 
+# Speed-ups contradict each other if a denser model is faster by more than this factor.
+UNLIKELY = 1.7
+
+
 @dataclass(frozen=True)
 class LayerShare:
     """A layer whose weights can become block-sparse.
@@ -95,6 +99,8 @@ class Tradeoff:
 
     def _sentences(self) -> Iterator[str]:
         """Yield the sentences of the recommendation; each command is one of its own, to be copied."""
+        if _contradict_each_other(self.points):
+            yield "The timings contradict each other: measure again when the machine is idle."
         total, names = 0.0, list[str]()
         for layer in self.layers:
             if total >= MOST_TIME * sum(each.time for each in self.layers):
@@ -154,6 +160,13 @@ class Tradeoff:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _contradict_each_other(points: Sequence[Point]) -> bool:
+    """Return whether a model is far faster than a sparser one, or than its density can explain."""
+    pairs = [(denser, other) for denser in points for other in points if denser.density > other.density]
+    is_rising = all(denser.speedup <= UNLIKELY * other.speedup for denser, other in pairs)
+    return not is_rising or any(point.speedup * point.density > UNLIKELY**2 for point in points)
 
 
 def _listed(names: Sequence[str]) -> str:

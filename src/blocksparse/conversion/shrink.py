@@ -44,8 +44,10 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     become dense first, see `densify`. In evaluation mode the outputs are equal up to rounding.
 
     Attention by `torch.nn.functional.scaled_dot_product_attention` loses heads: a whole head, if the layer that reads
-    it has no weight for it, or its values are constants. The model has to compute the number of heads from the sizes of
-    tensors, as most of transformers do; `torch.nn.MultiheadAttention` does not. Channels of grouped convolutions stay.
+    it has no weight for it, or its values are constants. The model has to view queries, keys and values as heads by
+    layers of their own and by -1, as in `view(batch, tokens, -1, 64)`, which most of transformers does;
+    `torch.nn.MultiheadAttention` does not. If later calls have masks that hide all tokens from one, give an example
+    with such a mask. Channels of grouped convolutions stay.
 
     Args:
         model: a dense or block-sparse model. It stays as it is.
@@ -81,20 +83,41 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         raise BlockSparseError("model: some parameters are not initialized yet: call the model once first.")
     dense = densify(model)
-    with evaluation_mode(dense):
-        args, kwargs = split_arguments(find_inputs(dense) if example is None else example)
-        before, tolerance = _run(dense, args, kwargs)
-        while _remove_units(*(traced := trace_features(dense, args, kwargs, for_removal=True))):
-            pass
-        error = _difference(before, _run(dense, args, kwargs)[0])
-        if not error <= tolerance:
-            raise BlockSparseError.expected(
-                "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
-            )
-        if useless := _useless(*traced):
+    example = find_inputs(dense) if example is None else example
+    smaller, error, tolerance = _without_useless_units(copy_model(dense), example, heads=True)
+    if not error <= tolerance:
+        smaller, error, tolerance = _without_useless_units(dense, example, heads=False)
+    if not error <= tolerance:
+        raise BlockSparseError.expected(
+            "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
+        )
+    return smaller
+
+
+def _without_useless_units(model: nn.Module, example: Any, *, heads: bool) -> tuple[nn.Module, float, float]:
+    """Remove units in place; return the model, the relative difference of its outputs, and the tolerance for it.
+
+    Args:
+        model: a dense model.
+        example: inputs for it.
+        heads: whether to remove heads too. Errors then count as a difference: a model may depend on their number in
+            ways that a trace does not see.
+    """
+    args, kwargs = split_arguments(example)
+    with evaluation_mode(model):
+        before, tolerance = _run(model, args, kwargs)
+        try:
+            while _remove_units(*(traced := trace_features(model, args, kwargs, for_removal=True)), heads=heads):
+                pass
+            error = _difference(before, _run(model, args, kwargs)[0])
+        except Exception:  # the user's module may raise anything
+            if not heads:
+                raise
+            return model, math.inf, tolerance
+        if error <= tolerance and (useless := _useless(*traced, heads=heads)):
             lines = ["shrink: these layers keep units without a function", *format_reasons(useless)]
-            warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=4)
-    return dense
+            warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=5)
+    return model, error, tolerance
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
@@ -134,18 +157,18 @@ def _difference(ours: Any, theirs: Any) -> float:
     return max(errors)
 
 
-def _remove_units(groups: list[FeatureGroup], trace: FeatureTrace) -> bool:
+def _remove_units(groups: list[FeatureGroup], trace: FeatureTrace, *, heads: bool) -> bool:
     """Remove the units that no layer needs, except for one per group; return whether anything was removed."""
-    keys_of = _attentions(groups)
+    keys_of = _attentions(groups) if heads else {}
     removed: dict[FeatureGroup, Tensor] = {}
     for group in groups:
         if group.consumers and _obstacle(group, trace, keys_of) is None:
             removed[group] = _removable(group)
             if keys := keys_of.get(group):
-                heads = np.setdiff1d(group.sections, group.sections[~removed[group].numpy()])
-                heads = heads[len(heads) == len(set(group.sections)) :]  # one stays
+                unneeded = np.setdiff1d(group.sections, group.sections[~removed[group].numpy()])
+                unneeded = unneeded[len(unneeded) == len(set(group.sections)) :]  # one stays
                 removed[group], removed[keys] = (
-                    torch.from_numpy(np.isin(each.sections, heads)) for each in (group, keys)
+                    torch.from_numpy(np.isin(each.sections, unneeded)) for each in (group, keys)
                 )
             removed[group][0] &= not removed[group].all()
     for group, units in removed.items():
@@ -268,14 +291,14 @@ def _obstacle_of_module(module: nn.Module, trace: FeatureTrace) -> str | None:
     return "the model calls it several times" if trace.calls[module] > 1 else None
 
 
-def _useless(groups: list[FeatureGroup], trace: FeatureTrace) -> dict[str, str]:
+def _useless(groups: list[FeatureGroup], trace: FeatureTrace, *, heads: bool) -> dict[str, str]:
     """Return why units without a function stay, by the name of a layer that writes them."""
     reasons: dict[str, str] = {}
-    keys_of = _attentions(groups)
+    keys_of = _attentions(groups) if heads else {}
     for group in groups:
         reason = _obstacle(group, trace, keys_of)
         if reason is None and group.attends:
-            reason = "attention loses whole heads only"
+            reason = "attention loses whole heads only, and none with constants that a mask may hide"
         if reason == RETURNED:
             continue
         useless = torch.stack([_is_zero(port) for port in group.producers if port.tensors]).all(0)

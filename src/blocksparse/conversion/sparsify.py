@@ -149,6 +149,11 @@ def sparsify(
         if not stored:
             raise no_weights_error(model, candidates)
         _check_only_dense_options(layouts, data)
+        if block_size is not None and any(each.layout.block_shape != block for each in stored.values()):
+            raise BlockSparseError(
+                f"block_size={block_size} applies to dense weights, and all are block-sparse with other blocks: omit "
+                "it, or call blocksparse.densify(model) first."
+            )
         model, plan = drop_blocks(
             model, stored, density, criterion, scope, limit_loss=not force, inplace=inplace, optimizer=optimizer
         )

@@ -18,6 +18,9 @@ from ..surgery.model_tools import evaluation_mode
 
 KINDS = ("auto", "kl", "probabilities", "binary", "cosine", "mse")
 
+# Values of `config.problem_type` of transformers for logits without a softmax.
+WITHOUT_SOFTMAX = ("regression", "multi_label_classification")
+
 # Outputs count as probabilities, or as unit vectors, if sums or norms of all rows differ from 1 by less than this.
 UNIT_TOLERANCE = 1e-3
 
@@ -51,7 +54,9 @@ class Distillation:
         student: the model to train, such as a sparsified copy of the teacher.
         output: how outputs are compared.
             "auto" (default): "kl" for outputs named `logits` and for log-probabilities; it recognizes probabilities,
-            and unit vectors for "cosine", by their values, and takes "mse" for all others.
+            and unit vectors for "cosine", by their values, and takes "mse" for all others. Logits are also compared by
+            "mse" if they have one class or four axes, as of segmentation, or if the `config.problem_type` of a teacher
+            of transformers is "regression" or "multi_label_classification".
             "kl": Kullback-Leibler divergence of the softmax of logits.
             "probabilities": the same for outputs of a softmax.
             "binary": binary cross-entropy of outputs of a sigmoid.
@@ -141,7 +146,7 @@ class Distillation:
 
     def kind_of(self, name: str, target: Tensor) -> str:
         """Return how an output with this name and value of the teacher is compared."""
-        return output_kind(name, target) if self.kind == "auto" else self.kind
+        return output_kind(name, target, self.teacher) if self.kind == "auto" else self.kind
 
     def _layers(self) -> list[str]:
         """Return the names of the student's block-sparse layers whose outputs are compared."""
@@ -188,12 +193,19 @@ def check_same_outputs(mine: Mapping[str, Tensor], others: Mapping[str, Tensor])
         raise BlockSparseError.expected("model", "floating-point tensors among its outputs", "none")
 
 
-def output_kind(name: str, target: Tensor) -> str:
-    """Return how to compare outputs with this name and value: "kl", "probabilities", "cosine", "binary" or "mse"."""
-    if name.split(".")[-1].endswith("logits"):
-        return "kl"
+def output_kind(name: str, target: Tensor, model: nn.Module | None = None) -> str:
+    """Return how to compare outputs with this name and value: "kl", "probabilities", "cosine", "binary" or "mse".
+
+    Args:
+        name: the output's name.
+        target: its value.
+        model: the model that computes it, whose config may say that its logits are not those of one class.
+    """
     if target.dim() < 2 or target.shape[-1] < 2 or not target.numel():
         return "mse"
+    if name.split(".")[-1].endswith("logits"):
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        return "mse" if target.dim() > 3 or problem in WITHOUT_SOFTMAX else "kl"
     rows = target.detach().double().flatten(0, -2)
     low, high = float(rows.min()), float(rows.max())
     if low >= 0 and _all_near_one(rows.sum(1)):

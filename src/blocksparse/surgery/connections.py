@@ -136,7 +136,7 @@ def _trace_in_training(trace: FeatureTrace, model: nn.Module, args: Any, kwargs:
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gpus = [parameter_device(model)] if parameter_device(model).type == "cuda" else []
-    trace.in_training = True
+    trace.in_training, trace.attention_calls = True, 0  # the same calls again
     try:
         with torch.random.fork_rng(gpus), UntracedCalls(trace), trace:
             trace.exclude(model.train()(*args, **kwargs), RETURNED)
@@ -178,7 +178,7 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
         replace(
             _make_group(axes, [places[feature] for feature in features], heads[:, features]),
             attends=any(key[1]),
-            attention=trace.heads[key[1].index(True)][0] if sum(key[1]) == 1 else None,
+            attention=_only_attention(trace, key[1]),
             excluded=key[3],
             unremovable=next((unremovable[feature] for feature in features if feature in unremovable), None)
             or _reason_of_move(np.array(features), heads[:, features].sum(0), feature_of_id, trace.moves),
@@ -186,6 +186,12 @@ def _group_features(trace: FeatureTrace) -> list[FeatureGroup]:
         for key, features in groups.items()
         if len(features) > 1
     ]
+
+
+def _only_attention(trace: FeatureTrace, attends: tuple[bool, ...]) -> int | None:
+    """Return the number of the only call of attention that reads features; None if there are none or several."""
+    calls = {call for (call, *_), is_read in zip(trace.heads, attends, strict=True) if is_read}
+    return calls.pop() if len(calls) == 1 else None
 
 
 def _reason_of_move(
@@ -236,7 +242,9 @@ def _make_group(axes: list[WeightAxis], places: list[dict[int, np.ndarray]], hea
         constants = None if axis.constants is None else axis.constants[torch.from_numpy(positions)]
         ports[axis.kind].append(Port(axis.name, axis.module, axis.tensors, positions, constants))
     rows = heads[heads.any(1)]
-    sections = rows[0] - 1 if len(rows) == 1 else np.unique(rows, axis=1, return_inverse=True)[1]
+    sections = (
+        rows[0] - 1 if len(rows) and (rows == rows[0]).all() else np.unique(heads, axis=1, return_inverse=True)[1]
+    )
     return FeatureGroup(
         size=len(places),
         producers=tuple(ports["out"]),

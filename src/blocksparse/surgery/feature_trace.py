@@ -143,6 +143,8 @@ class FeatureTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         self.function_depth += 1
         try:
+            if _name(function) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
+                function, args = Tensor.to, (args[0], args[1].device, args[1].dtype)  # its elements do not matter
             constants = None if self.sparse_depth else self._constant_arguments(function, args, kwargs)
             result = function(*args, **kwargs)
             if not self.sparse_depth:

@@ -164,7 +164,10 @@ def _attention(
     if enable_gqa:  # several heads of queries share keys and values
         ids[1:] = [np.repeat(each, heads // key.shape[-3], axis=-3) for each in ids[1:]]
     known = [
-        each.size == heads * tensor.shape[-1] and each.shape[-1] == tensor.shape[-1] and tensor.dim() == query.dim()
+        each.size == heads * tensor.shape[-1]
+        and each.shape[-1] == tensor.shape[-1]
+        and tensor.dim() == query.dim()
+        and (heads == 1 or each.shape[-3] == heads)  # not along the tokens, if there are as many
         for each, tensor in zip(ids, (query, key, value), strict=True)
     ]
     if known[0] and known[1]:

@@ -37,13 +37,13 @@ class Move:
         Args:
             is_removed: returns a bool for each id of an array.
         """
-        whole, removed = self._call(None)
+        whole, _ = self._call(None)
         try:
             reduced, removed = self._call(is_removed)
+            expected = [_without(each, torch.isin(each, removed)) for each in whole]
         except (RuntimeError, IndexError, ValueError):
             return False
-        expected = [each[~torch.isin(each, removed)] for each in whole]
-        return len(reduced) == len(whole) and all(map(torch.equal, expected, map(Tensor.flatten, reduced)))
+        return len(reduced) == len(whole) and all(map(torch.equal, expected, reduced))
 
     def _call(self, is_removed: Callable[[np.ndarray], np.ndarray] | None) -> tuple[list[Tensor], Tensor]:
         """Call the function on numbers of lines, without the removed ones; return the results and these lines."""

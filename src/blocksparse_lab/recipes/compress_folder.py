@@ -94,4 +94,4 @@ def _length(model: Any) -> int:
 def _agreement(model: nn.Module, dense: nn.Module, rows: Tensor) -> float:
     """Return the agreement of two models' first outputs."""
     (name, target), *_ = output_tensors(dense(rows)).items()
-    return agreement(output_tensors(model(rows))[name], target, output_kind(name, target))
+    return agreement(output_tensors(model(rows))[name], target, output_kind(name, target, dense))
