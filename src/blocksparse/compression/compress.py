@@ -72,8 +72,9 @@ def compress(
             output, as of transformers with labels, or cross-entropy if the label has one class per row of the output.
         evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
             the best, and its results are in the curve.
-        folder: folder for the best model so far, `best.safetensors` (see `load_sparsified`), and `curve.json`. If it
-            has a model of an interrupted run of the same model, the run resumes from it.
+        folder: folder for the best model so far, `best.safetensors`, and `curve.json`. `load_sparsified` takes what
+            `safetensors.torch.load_file` reads. If there is an interrupted run of the same model, the run
+            resumes from it; pass the same data, teacher and `hidden` then.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.

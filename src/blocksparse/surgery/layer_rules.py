@@ -167,7 +167,7 @@ def _attention(
         each.size == heads * tensor.shape[-1]
         and each.shape[-1] == tensor.shape[-1]
         and tensor.dim() == query.dim()
-        and (heads == 1 or each.shape[-3] == heads)  # not along the tokens, if there are as many
+        and (heads == 1 or each.shape[-3] == heads)  # not along the axis of tokens
         for each, tensor in zip(ids, (query, key, value), strict=True)
     ]
     if known[0] and known[1]:
