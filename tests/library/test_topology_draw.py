@@ -154,7 +154,7 @@ def test_an_evolution_records_each_epoch():
     assert found.runs == ("run 1", "run 1", "run 2", "run 2")
     distances = found.trajectory.distances()
     assert distances[0, 2] == 0  # they begin with the same connections
-    assert 0 < distances[0, 1] < distances[1, 3]
+    assert min(distances[0, 1], distances[2, 3], distances[1, 3]) > 0.2  # a third of the connections has moved
     assert all(0 <= error <= 100 for error in found.errors)
 
 

@@ -17,7 +17,7 @@ class Trajectory:
     """The layouts of a network at several moments. Layouts that do not change are stored once.
 
     >>> import torch, blocksparse as bs
-    >>> model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.1, block_size=4), bs.nn.Linear(64, 8, block_size=4))
+    >>> model = torch.nn.Sequential(bs.nn.Linear(512, 512, density=0.1, block_size=4), bs.nn.Linear(512, 8))
     >>> method = bs.sparsity.SET(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3)
     >>> trajectory = bs.topology.Trajectory()
     >>> for epoch in range(3):
