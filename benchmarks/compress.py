@@ -205,7 +205,7 @@ def gpt(data: Path | None) -> Task:
     def make(divisor: float) -> nn.Module:
         return trained_nets.Sequences("transformer", 4 * round(64 / divisor), 2)
 
-    return Task(make, train, test, epochs=6, in_bits=True, rate=2e-3)
+    return Task(make, train, test, epochs=3, in_bits=True, rate=2e-3)
 
 
 def lstm(data: Path | None) -> Task:
