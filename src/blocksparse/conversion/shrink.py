@@ -84,18 +84,19 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
         raise BlockSparseError("model: some parameters are not initialized yet: call the model once first.")
     dense = densify(model)
     example = find_inputs(dense) if example is None else example
-    smaller, error, tolerance = _without_useless_units(copy_model(dense), example, heads=True)
+    error, tolerance = _remove_useless_units(dense, example, heads=True)
     if not error <= tolerance:
-        smaller, error, tolerance = _without_useless_units(dense, example, heads=False)
+        dense = densify(model)
+        error, tolerance = _remove_useless_units(dense, example, heads=False)
     if not error <= tolerance:
         raise BlockSparseError.expected(
             "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
         )
-    return smaller
+    return dense
 
 
-def _without_useless_units(model: nn.Module, example: Any, *, heads: bool) -> tuple[nn.Module, float, float]:
-    """Remove units in place; return the model, the relative difference of its outputs, and the tolerance for it.
+def _remove_useless_units(model: nn.Module, example: Any, *, heads: bool) -> tuple[float, float]:
+    """Remove units in place; return the relative difference of the outputs, and the tolerance for it.
 
     Args:
         model: a dense model.
@@ -113,11 +114,11 @@ def _without_useless_units(model: nn.Module, example: Any, *, heads: bool) -> tu
         except Exception:  # the user's module may raise anything
             if not heads:
                 raise
-            return model, math.inf, tolerance
+            return math.inf, tolerance
         if error <= tolerance and (useless := _useless(*traced, heads=heads)):
             lines = ["shrink: these layers keep units without a function", *format_reasons(useless)]
             warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=5)
-    return model, error, tolerance
+    return error, tolerance
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, float]:
