@@ -148,12 +148,10 @@ def sparsify(
         stored = stored_weights(model, skip)
         if not stored:
             raise no_weights_error(model, candidates)
-        _check_only_dense_options(layouts, data)
-        if block_size is not None and any(each.layout.block_shape != block for each in stored.values()):
-            raise BlockSparseError(
-                f"block_size={block_size} applies to dense weights, and all are block-sparse with other blocks: omit "
-                "it, or call blocksparse.densify(model) first."
-            )
+        has_other_size = block_size is not None and any(each.layout.block_shape != block for each in stored.values())
+        _check_only_dense_options(
+            {"layouts=": layouts is not None, "data=": data is not None, f"block_size={block_size}": has_other_size}
+        )
         model, plan = drop_blocks(
             model, stored, density, criterion, scope, limit_loss=not force, inplace=inplace, optimizer=optimizer
         )
@@ -242,10 +240,14 @@ def no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
     return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
 
 
-def _check_only_dense_options(layouts: Any, data: Any) -> None:
-    """Raise a BlockSparseError if options for dense weights are given."""
-    for argument, value in (("layouts=", layouts), ("data=", data)):
-        if value is not None:
+def _check_only_dense_options(options: Mapping[str, bool]) -> None:
+    """Raise a BlockSparseError if options for dense weights are given.
+
+    Args:
+        options: for each option, as it is written, whether it is given.
+    """
+    for argument, is_given in options.items():
+        if is_given:
             raise BlockSparseError(
                 f"{argument} applies to dense weights, and all are block-sparse: call blocksparse.densify(model) first."
             )
