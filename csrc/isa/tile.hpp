@@ -59,6 +59,26 @@ constexpr int tile_rows(int64_t vectors) {
   return vectors > 1 ? kTileRows : kTileRows == 8 ? 2 * kTileRows : 3 * kTileRows;
 }
 
+// Call compute(height, row) for tiles of this width that cover all rows: the tallest ones first. The height is a
+// constant.
+template <int kVectors, class Compute>
+BLOCKSPARSE_INLINE void in_tall_tiles(int64_t rows, const Compute& compute) {
+  constexpr int kMost = tile_rows(kVectors);
+  int64_t r = 0;
+  // Two tiles of 8 rows are faster than one of 12 and one of 4.
+  if constexpr (kMost == 12)
+    for (; r + 12 <= rows && rows - r != 16; r += 12) compute(std::integral_constant<int, 12>{}, r);
+  const auto cover = [&](auto height) __attribute__((always_inline)) {
+    if constexpr (kMost >= decltype(height)::value)
+      for (; r + height <= rows; r += height) compute(height, r);
+  };
+  if constexpr (kMost == 16) cover(std::integral_constant<int, 16>{});
+  cover(std::integral_constant<int, 8>{});
+  cover(std::integral_constant<int, 4>{});
+  cover(std::integral_constant<int, 2>{});
+  cover(std::integral_constant<int, 1>{});
+}
+
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
                                       typename E::Sum* sums, int64_t sums_row) {
@@ -112,22 +132,10 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
 template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                             int64_t sums_row) {
-  int64_t r = 0;
-#define BLOCKSPARSE_ROWS(count)         \
-  for (; r + count <= rows; r += count) \
-  register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
-  constexpr int kMost = tile_rows(kVectors);
-  if constexpr (kMost == 12) {
-    // Two tiles of 8 rows are faster than one of 12 and one of 4.
-    for (; r + 12 <= rows && rows - r != 16; r += 12)
-      register_tile<E, 12, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row);
-  }
-  if constexpr (kMost == 16) BLOCKSPARSE_ROWS(16);
-  if constexpr (kMost >= 8) BLOCKSPARSE_ROWS(8);
-  BLOCKSPARSE_ROWS(4);
-  BLOCKSPARSE_ROWS(2);
-  BLOCKSPARSE_ROWS(1);
-#undef BLOCKSPARSE_ROWS
+  in_tall_tiles<kVectors>(rows, [&](auto height, int64_t r) __attribute__((always_inline)) {
+    register_tile<E, decltype(height)::value, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row,
+                                                                 sums_row);
+  });
 }
 
 template <class E, Gather kGather>

@@ -87,21 +87,9 @@ BLOCKSPARSE_INLINE void row_tile(const RowBlocks<E, kTransposed>& blocks, int64_
 template <class E, bool kTransposed, int kVectors>
 static void row_tiles(const RowBlocks<E, kTransposed>& blocks, int64_t vector, typename E::Sum* sums) {
   const int64_t rows = blocks.piece.end - blocks.piece.begin, width = blocks.piece.width;
-  int64_t r = 0;
-#define BLOCKSPARSE_ROWS(count) \
-  for (; r + count <= rows; r += count) row_tile<E, kTransposed, count, kVectors>(blocks, r, vector, sums + r * width)
-  constexpr int kMost = tile_rows(kVectors);
-  if constexpr (kMost == 12) {
-    // Two tiles of 8 rows are faster than one of 12 and one of 4.
-    for (; r + 12 <= rows && rows - r != 16; r += 12)
-      row_tile<E, kTransposed, 12, kVectors>(blocks, r, vector, sums + r * width);
-  }
-  if constexpr (kMost == 16) BLOCKSPARSE_ROWS(16);
-  if constexpr (kMost >= 8) BLOCKSPARSE_ROWS(8);
-  BLOCKSPARSE_ROWS(4);
-  BLOCKSPARSE_ROWS(2);
-  BLOCKSPARSE_ROWS(1);
-#undef BLOCKSPARSE_ROWS
+  in_tall_tiles<kVectors>(rows, [&](auto height, int64_t r) __attribute__((always_inline)) {
+    row_tile<E, kTransposed, decltype(height)::value, kVectors>(blocks, r, vector, sums + r * width);
+  });
 }
 
 }  // namespace BLOCKSPARSE_ISA
