@@ -316,7 +316,21 @@ class Detached(Classifier):
         return super().forward(x).detach()
 
 
+def with_value(value):
+    model = Classifier().eval()
+    model.last.weight.data[1, 2] = value
+    return model
+
+
 BAD = [
+    ({"model": with_value(torch.nan)}, "model: expected finite parameters .*, got inf or nan in last.weight"),
+    (
+        {"model": with_value(torch.nan), "teacher": Classifier().eval()},
+        "model: expected finite parameters .* in last.weight",
+    ),
+    ({"teacher": with_value(torch.inf)}, "teacher: expected finite parameters .*, got inf or nan in last.weight"),
+    ({"model": Classifier().to("meta")}, "model: expected parameters with values, got first.weight without"),
+    ({"model": nn.Sequential(nn.LazyLinear(8))}, "model: expected parameters with values, got 0.weight without"),
     ({"data": [torch.randn(8, 32)]}, "data: expected two batches or more"),
     ({"data": torch.randn(8, 32)}, r"data: expected an iterable of batches.*x\.split"),
     ({"data": TensorDataset(torch.randn(8, 32))}, r"data: expected an iterable of batches.*DataLoader\(dataset"),
@@ -377,6 +391,11 @@ def test_tradeoff_lists_densities_and_layers(tmp_path):
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "tradeoff.png")
     assert (tmp_path / "tradeoff.png").is_file()
+
+
+def test_tradeoff_names_a_parameter_that_is_not_finite():
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected finite parameters .* in last\.weight"):
+        bs.tradeoff(with_value(torch.nan), labelled(64))
 
 
 def test_densities_are_lists():

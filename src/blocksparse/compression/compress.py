@@ -19,7 +19,7 @@ from ..surgery.model_tools import copy_model, unwrapped_model
 from ..surgery.prunable import Skip, skip_by_name
 from ..surgery.tied import tied_names, untie_output_layers
 from .batches import BatchReader, Data, Loss
-from .measures import first_example
+from .measures import check_parameters, first_example
 from .result import CompressionResult
 from .stages import CompressionRun, Evaluate
 from .training import Budget, Training
@@ -86,10 +86,10 @@ def compress(
 
     Raises:
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, labels in some
-            batches only, data that a model does not accept, a teacher with other outputs or with outputs that are not
-            finite, a model without weights to train, or a folder of another run or one that cannot be written. A
-            `SparsityWarning` says if nothing became sparse, the density was not reached, the budget was too short to
-            fit or train, or the disk is full.
+            batches only, data that a model does not accept, parameters that are not finite, a teacher with other
+            outputs or with outputs that are not finite, a model without weights to train, or a folder of another run or
+            one that cannot be written. A `SparsityWarning` says if nothing became sparse, the density was not reached,
+            the budget was too short to fit or train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -110,6 +110,10 @@ def compress(
     model = unwrapped_model(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
+    check_parameters("model", model)
+    if teacher is not None:
+        teacher = unwrapped_model(teacher, "teacher")
+        check_parameters("teacher", teacher)
     output_folder = None if folder is None else writable_folder("folder", folder)
     budget = Budget(minutes, steps)
     read = Data.read(data)
@@ -124,7 +128,7 @@ def compress(
     if not hidden:  # the hidden layers of another teacher, or of an earlier run, may have another order
         model = reorder_features(model, example, density, block_size, skip)
     dense_model = copy_model(model).eval()
-    teacher = dense_model if teacher is None else unwrapped_model(teacher, "teacher")
+    teacher = dense_model if teacher is None else teacher
     kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = CompressionRun(

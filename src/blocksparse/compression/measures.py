@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..conversion.speed import Example, clock_of
+from ..errors import BlockSparseError
 from ..measure import alternate
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.inputs import by_called_module, products
@@ -18,6 +20,16 @@ from .batches import BatchReader, Data
 
 # Seconds of a timing.
 SECONDS = 2.0
+
+
+def check_parameters(argument: str, model: nn.Module) -> None:
+    """Raise a BlockSparseError that names a parameter of a model without values, or with inf or NaN."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta:
+            raise BlockSparseError.expected(argument, "parameters with values", f"{name} without any")
+        if not parameter.isfinite().all():
+            expected = "finite parameters (make a mask with -inf a buffer)"
+            raise BlockSparseError.expected(argument, expected, f"inf or nan in {name}")
 
 
 def first_example(reader: BatchReader, data: Data) -> Example:

@@ -31,7 +31,7 @@ from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from ..surgery.tied import untie_output_layers
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
-from .measures import calls_weights, density_of, sparse_modules, speedup_of
+from .measures import calls_weights, check_parameters, density_of, sparse_modules, speedup_of
 from .one_shot import fit_at_densities
 from .result import Point, curve_table, draw_curve
 
@@ -206,8 +206,8 @@ def tradeoff(
         skip: modules, names or shell patterns of weights that stay dense.
 
     Raises:
-        BlockSparseError: densities out of range, fewer than two batches, data that the model does not accept, or no
-            weight that can become block-sparse.
+        BlockSparseError: densities out of range, fewer than two batches, parameters that are not finite, data that the
+            model does not accept, or no weight that can become block-sparse.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -221,6 +221,7 @@ def tradeoff(
     targets = [positive_fraction("densities", density) for density in densities]
     begin = time.monotonic()
     model = unwrapped_model(model)
+    check_parameters("model", model)
     skip, model = skip_by_name(model, skip), copy_model(model)
     untie_output_layers(model)
     read = Data.read(data)
