@@ -138,6 +138,16 @@ def test_weights_are_averaged_over_the_last_tenth_of_the_steps(dtype):
     assert model.weight.item() == 200
 
 
+def test_a_mask_of_minus_infinity_is_not_averaged():
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    average = training.WeightAverage(model)
+    for _ in range(3):
+        average.update()
+    with average.loaded():
+        assert model.mask.tolist() == [0, -math.inf]
+
+
 def test_gradients_whose_squares_overflow_are_clipped(monkeypatch):
     data, loss, step, losses = labelled(128), training.Training.loss, training.Training._step, []
 

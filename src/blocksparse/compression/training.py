@@ -411,7 +411,9 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module):
-        self._tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+        tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+        # The average of a mask with -inf would be NaN.
+        self._tensors = [each for each in tensors if each.isfinite().all()]
         # Small updates of an average in float16 or bfloat16 would be rounded away.
         self._averages = [
             torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)).copy_(each)
