@@ -344,6 +344,7 @@ BAD = [
         {"data": [torch.randn(8, 32)] * 3 + [torch.full((8, 32), torch.nan)] + [torch.randn(8, 32)] * 8, "steps": 1},
         "data: expected finite numbers, got inf or nan in batch 3",
     ),
+    ({"data": [torch.full((8, 32), 1e30)] * 3}, r"the inputs of first.weight: .* \(scale the data, .* up to 1\.0e\+30"),
     ({"density": 0}, "density"),
     ({"density": 1.5}, "density"),
     ({"steps": 0}, "steps"),
@@ -396,6 +397,11 @@ def test_tradeoff_lists_densities_and_layers(tmp_path):
 def test_tradeoff_names_a_parameter_that_is_not_finite():
     with pytest.raises(bs.BlockSparseError, match=r"model: expected finite parameters .* in last\.weight"):
         bs.tradeoff(with_value(torch.nan), labelled(64))
+
+
+def test_tradeoff_names_inputs_that_are_too_large():
+    with pytest.raises(bs.BlockSparseError, match=r"the inputs of first\.weight: expected numbers whose squares"):
+        bs.tradeoff(Classifier().eval(), [1e30 * x for x, _ in labelled(64)], densities=[0.5], block_size=8)
 
 
 def test_densities_are_lists():

@@ -249,6 +249,11 @@ def test_failures_leave_the_model_unchanged(method, make, batches, message):
             {"damping": 0, "density": 0.5},
             "damping: expected more, so that the Hessian of weight can be inverted, got 0",
         ),
+        (
+            "reconstruct",
+            {"batches": [torch.full((2, 8), 1e30)], "density": 0.5},
+            r"the inputs of weight: expected numbers whose squares .*\(scale.*, got numbers up to 1.0e\+30",
+        ),
     ],
 )
 def test_bad_arguments(function, arguments, message):

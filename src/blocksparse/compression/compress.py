@@ -86,10 +86,10 @@ def compress(
 
     Raises:
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, labels in some
-            batches only, data that a model does not accept, parameters that are not finite, a teacher with other
-            outputs or with outputs that are not finite, a model without weights to train, or a folder of another run or
-            one that cannot be written. A `SparsityWarning` says if nothing became sparse, the density was not reached,
-            the budget was too short to fit or train, or the disk is full.
+            batches only, data that a model does not accept or that are too large, parameters that are not finite,
+            a teacher with other outputs or with outputs that are not finite, a model without weights to train, or a
+            folder of another run or one that cannot be written. A `SparsityWarning` says if nothing became sparse, the
+            density was not reached, the budget was too short to fit or train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs

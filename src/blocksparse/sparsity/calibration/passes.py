@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import BlockSparseError
 from .calibrate import SkipBatch, check_finite, observe
 from .fitting import MAX_INPUTS
 from .inputs import CELLS, LAYERS, Product
@@ -166,6 +168,9 @@ class Passes:
         """Return a product's inputs `[rows, in]`, and the number of rows of each call.
 
         Rows beyond the limits are sampled, at the same positions for each copy of the model.
+
+        Raises:
+            BlockSparseError: inputs that are not finite, or whose squares overflow.
         """
         at, first = self._positions(product, self.reached[name].rows[product.name]), 0
         device = product.weights[0].tensor.device
@@ -184,6 +189,10 @@ class Passes:
         self.run(model, name, record)
         rows = torch.cat(parts) if parts else torch.empty(0)
         check_finite(product.weights[0].name, rows)
+        if torch.linalg.vector_norm(rows, dtype=torch.float64) > math.sqrt(torch.finfo(rows.dtype).max):
+            expected = "numbers whose squares have a finite sum (scale the data, and replace marks of missing values)"
+            got = f"numbers up to {rows.abs().max():.1e}"
+            raise BlockSparseError.expected(f"the inputs of {product.weights[0].name}", expected, got)
         return rows, counts
 
     def run(self, model: nn.Module, name: str, record: Any) -> None:

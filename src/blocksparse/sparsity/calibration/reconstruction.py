@@ -82,8 +82,9 @@ def reconstruct(
             default.
 
     Raises:
-        BlockSparseError: no batch, or one on which the model fails; inputs of a layer that are not finite; a density
-            that leaves a weight without a block; no weight can become block-sparse; an unknown name to skip.
+        BlockSparseError: no batch, or one on which the model fails; inputs of a layer that are not finite or too
+            large; a density that leaves a weight without a block; no weight can become block-sparse; an unknown name to
+            skip.
 
     >>> import torch, blocksparse as bs
     >>> _ = torch.manual_seed(0)
