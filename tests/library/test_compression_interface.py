@@ -103,6 +103,11 @@ def test_a_batch_that_differs_is_named():
             call()
 
 
+def test_tradeoff_names_inputs_that_are_too_large():
+    with pytest.raises(bs.BlockSparseError, match=r"the inputs of first\.weight: expected numbers whose squares"):
+        bs.tradeoff(Classifier().eval(), [1e30 * x for x, _ in labelled(64)], densities=[0.5], block_size=8)
+
+
 class Functional(nn.Module):
     """A model that calls no module of its weights, so that their inputs cannot be observed."""
 
