@@ -27,7 +27,7 @@ def check_parameters(argument: str, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter) or parameter.is_meta:
             raise BlockSparseError.expected(argument, "parameters with values", f"{name} without any")
-        if not parameter.isfinite().all():
+        if not parameter.detach().isfinite().all():
             expected = "finite parameters (make a mask with -inf a buffer)"
             raise BlockSparseError.expected(argument, expected, f"inf or nan in {name}")
 
