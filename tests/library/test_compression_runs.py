@@ -56,6 +56,40 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     assert "metric" in str(evaluated)
 
 
+def test_a_folder_of_another_teacher_data_or_options_is_refused(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    bs.compress(model, data, **options(folder=tmp_path))
+    changed = [(x + 1, y) for x, y in data]
+    for name, others in {
+        "teacher": {"teacher": Classifier().eval()},
+        "data": {"data": changed},
+        "hidden": {"hidden": 1.0},
+        "skip": {"skip": "first"},
+    }.items():
+        given = options(folder=tmp_path, data=data) | others
+        message = rf"folder: expected a run with {name} .*, got .* with {name} .* \(pass these .* or use another folder"
+        with pytest.raises(bs.BlockSparseError, match=message):
+            bs.compress(model, **given)
+    resumed = bs.compress(model, data[::-1], **options(folder=tmp_path, teacher=model))
+    assert resumed.density <= 0.26, "an equal teacher, and the same batches in another order"
+
+
+def test_a_folder_of_a_run_without_a_checksum_of_the_data_is_resumed(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    bs.compress(model, data, **options(folder=tmp_path))
+    tensors, about = stages.checkpoint.load(tmp_path / "best.safetensors")
+    about["compress"] = {name: about["compress"][name] for name in ("density", "block_size", "model")}
+    stages.checkpoint.save(tmp_path / "best.safetensors", tensors, about)
+    resumed = bs.compress(model, data, **options(folder=tmp_path))
+    assert resumed.curve[0].minutes == about["curve"][0]["minutes"], "the dense model is not measured again"
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path):
+    stages.checkpoint.save(tmp_path / "best.safetensors", {}, {"step": 3})
+    with pytest.raises(bs.BlockSparseError, match=r"folder: expected no other best.safetensors \(use another folder"):
+        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+
+
 def die_after_saves(count, model, data, folder):
     calls = itertools.count(1)
     stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save

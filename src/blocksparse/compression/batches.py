@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoint import bytes_of
 from ..errors import BlockSparseError, SparsityWarning
 from ..sparsity.calibration.calibrate import (
     Batches,
@@ -78,6 +80,13 @@ class Data:
             else:
                 train.append(batch)
         return cls(train, held_out)
+
+    def checksum(self) -> str:
+        """Return the sum of the bytes of all tensors, in hexadecimal digits; it does not depend on their order."""
+        tensors = (each for batch in (*self.train, *self.held_out) for each in values_of(batch))
+        dense = (each for each in tensors if isinstance(each, Tensor) and each.layout == torch.strided)
+        sums = (np.frombuffer(bytes_of(each), np.uint8).sum(dtype=np.int64) for each in dense if not each.is_nested)
+        return f"{sum(map(int, sums)):x}"
 
     def calibration(self) -> list[Any]:
         """Return the first training batches, with 384 samples or a few more, to fit weights on."""

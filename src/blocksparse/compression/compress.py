@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ def compress(
         evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
             the best, and its results are in the curve.
         folder: folder for the best model so far, `best.safetensors`, and `curve.json`. `load_sparsified` takes what
-            `safetensors.torch.load_file` reads. If there is an interrupted run of the same model, the run
-            resumes from it; pass the same data, teacher and `hidden` then.
+            `safetensors.torch.load_file` reads. An interrupted run in it is resumed. It needs the same model, teacher,
+            batches in any order, `density`, `block_size`, `skip` and `hidden`; pass the same `loss` too.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
@@ -107,6 +108,7 @@ def compress(
         integer("steps", steps, 1)
     else:
         minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
+    hidden = number("hidden", hidden, 0)
     model = unwrapped_model(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
@@ -120,7 +122,18 @@ def compress(
     reader = BatchReader(model, loss)
     reader.check_labels([*read.train, *read.held_out])
     example = first_example(reader, read) if example is None else example
-    skip, original = skip_by_name(model, skip), model
+    skip = skip_by_name(model, skip)
+    settings: dict[str, Any] = {}
+    if output_folder is not None:
+        settings = {
+            "density": density,
+            "block_size": list(block_size) if isinstance(block_size, tuple | list) else block_size,
+            "skip": sorted([skip] if isinstance(skip, str) else map(str, skip)),
+            "hidden": hidden,
+            "model": _checksum(model),
+            "teacher": _checksum(model if teacher is None else teacher),
+            "data": read.checksum(),
+        }
     untied: dict[str, str] = {}
     if tied_names(model):
         model = copy_model(model)
@@ -140,8 +153,13 @@ def compress(
         evaluate=evaluate,
         folder=output_folder,
         untied=untied,
-        checksum=checkpoint.checksum_of([each for each in original.state_dict().values() if isinstance(each, Tensor)]),
+        settings=settings,
     )
     run.training.check()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # timings and dropout draw random numbers
         return run.run(skip)
+
+
+def _checksum(model: nn.Module) -> str:
+    """Return the checksum of a model's state."""
+    return checkpoint.checksum_of([each for each in model.state_dict().values() if isinstance(each, Tensor)])

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ class CompressionRun:
     example: Example
     evaluate: Evaluate | None
     folder: Path | None
-    checksum: str  # of the user's model
     untied: dict[str, str]  # names of output layers' weights that were those of embeddings, and the embeddings' names
+    settings: dict[str, Any]  # options and checksums that a run has to share with the one in the folder, to resume it
 
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
@@ -427,7 +427,7 @@ class CompressionRun:
             return
         path, budget = self.folder / BEST, self.training.budget
         about = {
-            "compress": self._settings,
+            "compress": self.settings,
             "stage": stage,
             "minutes": budget.elapsed,
             "steps": budget.spent_steps,
@@ -446,24 +446,22 @@ class CompressionRun:
                 warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=6)
             self.is_disk_full = True
 
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """Settings that identify the run, with a checksum of the dense model."""
-        size = self.block_size
-        return {
-            "density": self.target,
-            "block_size": list(size) if isinstance(size, tuple | list) else size,
-            "model": self.checksum,
-        }
+    def _check_settings(self, stored: Any) -> None:
+        """Raise a BlockSparseError unless a run with the stored settings may be resumed; older ones are fewer."""
+        if not isinstance(stored, dict) or "model" not in stored:
+            raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.folder}")
+        different = [name for name, value in self.settings.items() if stored.get(name, value) != value]
+        if different:
+            mine, others = (", ".join(f"{name} {of[name]}" for name in different) for of in (self.settings, stored))
+            hint = "pass these to resume that run, or use another folder; models and data are named by checksums"
+            raise BlockSparseError.expected("folder", f"a run with {mine}", f"{self.folder} with {others} ({hint})")
 
     def _resume(self) -> bool:
         """Load the best model of the folder and the state of its run; return whether there was one."""
         if self.folder is None or not (self.folder / BEST).is_file():
             return False
         state, about = checkpoint.load(self.folder / BEST)
-        if about.get("compress") != self._settings:
-            expected = f"a run with {self._settings}, with the model's checksum (use another folder)"
-            raise BlockSparseError.expected("folder", expected, f"{self.folder} with {about.get('compress')}")
+        self._check_settings(about.get("compress"))
         self._tie_others([name for name in self.untied if name not in state])
         self.training.student = load_sparsified(self.student, state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
