@@ -90,6 +90,14 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
         bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
 
 
+@pytest.mark.parametrize("content", ['{"curve": [{"x": 1}]}', '{"points": []}', "[1, 2]", "no JSON"])
+def test_a_curve_of_another_program_is_not_overwritten(tmp_path, content):
+    (tmp_path / "curve.json").write_text(content)
+    with pytest.raises(bs.BlockSparseError, match=r"folder: expected no curve\.json .*\(use another folder"):
+        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+    assert (tmp_path / "curve.json").read_text() == content
+
+
 def die_after_saves(count, model, data, folder):
     calls = itertools.count(1)
     stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save

@@ -22,7 +22,7 @@ from ..surgery.tied import tied_names, untie_output_layers
 from .batches import BatchReader, Data, Loss
 from .measures import check_parameters, first_example
 from .result import CompressionResult
-from .stages import CompressionRun, Evaluate
+from .stages import CompressionRun, Evaluate, check_curve
 from .training import Budget, Training
 
 DEFAULT_MINUTES = 10.0
@@ -89,8 +89,9 @@ def compress(
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, labels in some
             batches only, data that a model does not accept or that are too large, parameters that are not finite,
             a teacher with other outputs or with outputs that are not finite, a model without weights to train, or a
-            folder of another run or one that cannot be written. A `SparsityWarning` says if nothing became sparse, the
-            density was not reached, the budget was too short to fit or train, or the disk is full.
+            folder of another run, with a `curve.json` of another program, or one that cannot be written. A
+            `SparsityWarning` says if nothing became sparse, the density was not reached, the budget was too short to
+            fit or train, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -117,6 +118,8 @@ def compress(
         teacher = unwrapped_model(teacher, "teacher")
         check_parameters("teacher", teacher)
     output_folder = None if folder is None else writable_folder("folder", folder)
+    if output_folder is not None:
+        check_curve(output_folder)
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)

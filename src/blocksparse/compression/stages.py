@@ -59,6 +59,9 @@ DROPS = 8
 # The file of a folder: the best model so far, with the state of the run.
 BEST = "best.safetensors"
 
+# The file of its curve.
+CURVE = "curve.json"
+
 Evaluate = Callable[[nn.Module], float]
 
 
@@ -389,7 +392,7 @@ class CompressionRun:
             module.training = modes.get(name, module.training)
         self.student.zero_grad()
         if self.folder is not None:
-            path, text = self.folder / "curve.json", checkpoint.as_json({"curve": self._curve()})
+            path, text = self.folder / CURVE, checkpoint.as_json({"curve": self._curve()})
             self._write(lambda: checkpoint.write_text(path, text))
         return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example)
 
@@ -473,6 +476,19 @@ class CompressionRun:
             point = replace(point, metric=self._metric())
         self.best_of_stage = Candidate(copy_state(self.student), point)
         return True
+
+
+def check_curve(folder: Path) -> None:
+    """Raise a BlockSparseError if a folder has a curve.json that is not of a run, as it would be overwritten."""
+    path = folder / CURVE
+    if not path.exists():
+        return
+    try:
+        for point in checkpoint.read_json(path)["curve"]:
+            Point(**point)
+    except (BlockSparseError, KeyError, TypeError) as error:
+        expected = f"no {CURVE} of another program, which would be overwritten (use another folder)"
+        raise BlockSparseError.expected("folder", expected, path) from error
 
 
 @contextmanager
