@@ -248,6 +248,12 @@ def test_a_model_that_does_not_get_faster_stays_dense(monkeypatch):
     assert result.density == 1
 
 
+def test_the_report_says_why_a_layer_stays_dense(monkeypatch):
+    monkeypatch.setattr(stages, "keep_faster", lambda model, plan, _: plan.leave_dense({"last.weight": "too slow"}))
+    result = bs.compress(Classifier().eval(), labelled(128), **options())
+    assert result.report.dense == result.dense == {"last.weight": "too slow"}
+
+
 def test_a_layer_that_ends_slower_than_a_dense_one_is_dense(monkeypatch):
     monkeypatch.setattr(stages, "densify_slower", speed.densify_slower)
     monkeypatch.setattr(speed.Speed, "of_module", lambda self, module: 0.9)

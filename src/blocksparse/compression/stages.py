@@ -29,6 +29,7 @@ from ..conversion.sparsify import (
 from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons
 from ..sparsity.selection import least_density
+from ..surgery.carry import record_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
 from ..surgery.tied import forget_ties, tie
@@ -388,6 +389,7 @@ class CompressionRun:
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
         """Restore the student's modes, write the curve, and return the result."""
         self._densify_slower()
+        record_reasons(self.student, self.dense_reasons)
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)
         self.student.zero_grad()

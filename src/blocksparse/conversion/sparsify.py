@@ -19,7 +19,7 @@ from ..sparsity.calibration.activations import energy_shares
 from ..sparsity.calibration.calibrate import Batches, Stop, collect_batches, never
 from ..sparsity.calibration.reconstruction import fit
 from ..sparsity.feature_order import reorder_features
-from ..surgery.carry import record_reason
+from ..surgery.carry import record_reasons
 from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
@@ -385,9 +385,7 @@ def replace_weights(
         sparse = _replace_with_values_of(fitted, model, plan.layouts, optimizer)
     else:
         sparse = replace_with_sparse(fitted, plan.layouts, optimizer)
-    for name, reason in plan.reasons.items():
-        module, _, parameter = name.rpartition(".")
-        record_reason(sparse.get_submodule(module), parameter, reason)
+    record_reasons(sparse, plan.reasons)
     return sparse
 
 

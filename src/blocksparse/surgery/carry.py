@@ -24,9 +24,11 @@ TREES = "_parameters", "_buffers", "_modules"
 OF_MODULE = frozenset(vars(nn.Module()))
 
 
-def record_reason(module: nn.Module, parameter: str, reason: str) -> None:
-    """Record why a parameter of a module was left dense; `report` reads it."""
-    vars(module).setdefault(REASONS, {})[parameter] = reason
+def record_reasons(model: nn.Module, reasons: Mapping[str, str]) -> None:
+    """Record why weights of a model were left dense, by name; `report` reads it."""
+    for name, reason in reasons.items():
+        module, _, parameter = name.rpartition(".")
+        vars(model.get_submodule(module)).setdefault(REASONS, {})[parameter] = reason
 
 
 def users_attributes(module: nn.Module) -> dict[str, Any]:
