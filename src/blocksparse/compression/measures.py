@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,6 +21,10 @@ from .batches import BatchReader, Data
 
 # Seconds of a timing.
 SECONDS = 2.0
+
+# The machine counts as busy if times of the dense model differ by more than this factor, or the processes that run or
+# wait exceed the cores by more than it.
+BUSY_FACTOR = 1.5
 
 
 def check_parameters(argument: str, model: nn.Module) -> None:
@@ -85,11 +90,35 @@ def _stored_weights(model: nn.Module, without: Collection[str]) -> list[BlockSpa
     return [module for module in modules if isinstance(module, BlockSparseModule) and module.layout.nnz]
 
 
-@torch.no_grad()
-def speedup_of(sparse: nn.Module, dense: nn.Module, example: Example) -> float:
-    """Return dense time / block-sparse time of a call on the example, in evaluation mode."""
-    args, kwargs = split_arguments(example)
-    clock = clock_of(parameter_device(sparse))
-    with evaluation_mode(sparse), evaluation_mode(dense):
-        calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: dense(*args, **kwargs)}
-        return alternate(calls, rounds=9, budget=SECONDS, clock=clock).ratio("dense", "sparse").median
+class SpeedUps:
+    """Measures how many times as fast as a dense model others are, in evaluation mode.
+
+    Args:
+        dense: the dense model.
+        example: the inputs of the calls.
+    """
+
+    def __init__(self, dense: nn.Module, example: Example):
+        self.dense, self.example = dense, example
+        self._dense_seconds = list[float]()
+        self._is_loaded = False
+
+    @torch.no_grad()
+    def measure(self, sparse: nn.Module) -> float:
+        """Return dense time / block-sparse time of a call on the example."""
+        args, kwargs = split_arguments(self.example)
+        clock = clock_of(parameter_device(sparse))
+        with evaluation_mode(sparse), evaluation_mode(self.dense):
+            calls = {"sparse": lambda: sparse(*args, **kwargs), "dense": lambda: self.dense(*args, **kwargs)}
+            samples = alternate(calls, rounds=9, budget=SECONDS, clock=clock)
+        self._dense_seconds.append(samples.time("dense").median)
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has no load average
+        self._is_loaded |= load > BUSY_FACTOR * (os.cpu_count() or 1)
+        return samples.ratio("dense", "sparse").median
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs seemed to use the machine during the timings."""
+        return self._is_loaded or max(self._dense_seconds, default=0) > BUSY_FACTOR * min(
+            self._dense_seconds, default=0
+        )

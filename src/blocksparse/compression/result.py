@@ -13,6 +13,8 @@ from torch import nn
 from ..conversion.report import Report, report
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 
+BUSY_SENTENCE = "The machine was busy during the timings: measure the speed-ups again when it is idle."
+
 
 @dataclass(frozen=True)
 class Point:
@@ -46,12 +48,14 @@ class CompressionResult:
         curve: the dense model and the best model of each density, in the order of training.
         dense: why weights stayed dense, by name.
         example: the inputs that speeds were measured on.
+        is_busy: whether other programs seemed to use the machine during the timings.
     """
 
     model: nn.Module
     curve: tuple[Point, ...]
     dense: dict[str, str] = field(default_factory=dict)
     example: Any = field(default=None, repr=False)
+    is_busy: bool = False
 
     @property
     def density(self) -> float:
@@ -79,8 +83,8 @@ class CompressionResult:
         return report(self.model, example=self.example)
 
     def table(self) -> str:
-        """Return the curve as text."""
-        return curve_table(self.curve)
+        """Return the curve as text, with a sentence below if the machine was busy during the timings."""
+        return curve_table(self.curve) + f"\n{BUSY_SENTENCE}" * self.is_busy
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw agreement and speed-up over density.

@@ -34,7 +34,7 @@ from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
 from ..surgery.tied import forget_ties, tie
 from .candidates import Candidate, OneShot, score
-from .measures import calls_weights, dense_size, density_of, sparse_modules, speedup_of
+from .measures import SpeedUps, calls_weights, dense_size, density_of, sparse_modules
 from .result import CompressionResult, Point
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
@@ -94,6 +94,7 @@ class CompressionRun:
         self.sparse_before = sparse_modules(self.dense_model)
         self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
+        self.speedups = SpeedUps(self.dense_model, self.example)
         self.best_of_stage: Candidate | None = None
         self.model_of_last_stage: nn.Module | None = None
         self.one_shot: OneShot | None = None
@@ -242,7 +243,7 @@ class CompressionRun:
         loss, agreed = self._sparsify_better(dense_student, self.target, plan)
         self.training.forget_targets()
         self.fit_minutes = budget.elapsed - begin
-        speedup = speedup_of(self.student, self.dense_model, self.example)
+        speedup = self.speedups.measure(self.student)
         point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
         self.one_shot = OneShot(self.student, point)
         self._save(Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
@@ -342,7 +343,7 @@ class CompressionRun:
 
     def _keep_if_best(self, loss: float, agreed: float) -> None:
         """Keep the student's state if it is the best of its stage, and save the run."""
-        self.speedup = self.speedup or speedup_of(self.student, self.dense_model, self.example)
+        self.speedup = self.speedup or self.speedups.measure(self.student)
         minutes = self.training.budget.elapsed
         point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
         if self.best_of_stage is None or score(point) > score(self.best_of_stage.point):
@@ -396,7 +397,9 @@ class CompressionRun:
         if self.folder is not None:
             path, text = self.folder / CURVE, checkpoint.as_json({"curve": self._curve()})
             self._write(lambda: checkpoint.write_text(path, text))
-        return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example)
+        return CompressionResult(
+            self.student, tuple(self.curve), self.dense_reasons, self.example, self.speedups.is_busy
+        )
 
     def _densify_slower(self) -> None:
         """Make layers dense again that are slower block-sparse, because they kept more blocks than planned."""
@@ -404,7 +407,7 @@ class CompressionRun:
         if reasons:
             self.dense_reasons |= reasons
             self._count_full_weights(reasons)
-            speedup = speedup_of(self.student, self.dense_model, self.example)
+            speedup = self.speedups.measure(self.student)
             self.curve[-1] = replace(self.curve[-1], density=self._density(), speedup=speedup)
 
     # -- measures ---------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from ..surgery.tied import untie_output_layers
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
-from .measures import calls_weights, check_parameters, density_of, sparse_modules, speedup_of
+from .measures import SpeedUps, calls_weights, check_parameters, density_of, sparse_modules
 from .one_shot import fit_at_densities
 from .result import Point, curve_table, draw_curve
 
@@ -255,14 +255,14 @@ def tradeoff(
         _layouts(model, candidates, target, calibration if is_observed else None, example)
         for target in progress(targets, "densities timed:")
     ]
-    points = [Point(1.0, 1.0, 1.0)]
+    points, speedups = [Point(1.0, 1.0, 1.0)], SpeedUps(model, example)
     seconds = FIT_SECONDS / (len(weights_of) * len(targets))
     is_fast = is_observed and _limit(reader, calibration, seconds)[-1] is calibration[-1]
     to_sparsify = [{name: layout for name, layout in each.items() if layout.density < 1} for each in chosen]
     models = _fitted_models(model, candidates, to_sparsify, block_size, calibration, is_fast=is_fast)
     for sparse, layouts in zip(models, chosen, strict=True):
         full = sum(candidates.weights[name].tensor.numel() for name, each in layouts.items() if each.density == 1)
-        speedup = speedup_of(sparse, model, example) if sparse_modules(sparse) else 1.0
+        speedup = speedups.measure(sparse) if sparse_modules(sparse) else 1.0
         minutes = (time.monotonic() - begin) / 60
         points.append(Point(density_of(sparse, full=full), speedup, measure_agreement(sparse), minutes=minutes))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
