@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import blocksparse as bs
-from blocksparse.compression import stages, training
+from blocksparse.compression import measures, stages, training
 from blocksparse.compression.batches import BatchReader
 from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.conversion import speed
+from blocksparse.measure import Samples
 from blocksparse.nn.module import BlockSparseModule
 from compressed import Classifier, labelled, options, take_all_as_faster, trained, weights_of
 
@@ -246,6 +247,28 @@ def test_a_model_that_does_not_get_faster_stays_dense(monkeypatch):
         result = bs.compress(Classifier().eval(), labelled(64), **options())
     assert not weights_of(result.model)
     assert result.density == 1
+
+
+def test_timings_of_a_busy_machine_are_reported(monkeypatch):
+    monkeypatch.setattr(measures.os, "getloadavg", lambda: (1e6, 0.0, 0.0), raising=False)
+    result = bs.compress(Classifier().eval(), labelled(64), **options(steps=1))
+    assert result.is_busy
+    assert str(result).endswith("\nThe machine was busy during the timings: measure again when it is idle.")
+
+
+@pytest.mark.parametrize(("seconds", "is_busy"), [([1.0, 1.2], False), ([1.0, 1.8, 1.0], True)])
+def test_times_of_the_dense_model_that_differ_count_as_busy(seconds, is_busy, monkeypatch):
+    monkeypatch.setattr(measures.os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+    speedups, times = measures.SpeedUps(nn.Linear(8, 8), torch.randn(1, 8)), iter(seconds)
+
+    def alternate(calls, **options):
+        dense = next(times)
+        return Samples({"sparse": [dense / 2], "dense": [dense]}, {})
+
+    monkeypatch.setattr(measures, "alternate", alternate)
+    assert not speedups.is_busy
+    assert [speedups.measure(nn.Linear(8, 8)) for _ in seconds] == [2] * len(seconds)
+    assert speedups.is_busy == is_busy
 
 
 def test_the_report_says_why_a_layer_stays_dense(monkeypatch):

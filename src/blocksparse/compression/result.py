@@ -13,7 +13,7 @@ from torch import nn
 from ..conversion.report import Report, report
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 
-BUSY_SENTENCE = "The machine was busy during the timings: measure the speed-ups again when it is idle."
+BUSY_SENTENCE = "The machine was busy during the timings: measure again when it is idle."
 
 
 @dataclass(frozen=True)

@@ -397,9 +397,8 @@ class CompressionRun:
         if self.folder is not None:
             path, text = self.folder / CURVE, checkpoint.as_json({"curve": self._curve()})
             self._write(lambda: checkpoint.write_text(path, text))
-        return CompressionResult(
-            self.student, tuple(self.curve), self.dense_reasons, self.example, self.speedups.is_busy
-        )
+        is_busy = self.speedups.is_busy
+        return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example, is_busy)
 
     def _densify_slower(self) -> None:
         """Make layers dense again that are slower block-sparse, because they kept more blocks than planned."""
