@@ -141,15 +141,16 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
 }
 
 #if defined(BLOCKSPARSE_TILES)
-// Some terms of a class at the positions of a run from `first` on, and outputs from `column` on.
+// Some terms of a class at the positions of a run, and outputs from `column` on.
 template <class E>
 struct RunTerms {
+  static constexpr bool kFetches = false;
   const uint32_t* x;
   const ClassTerms<E>& terms;
-  int64_t column, count, steps, a_row, a_step, b_row, b_step;
+  int64_t column, count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
 
-  const uint32_t* a(int64_t t, int64_t row) const { return x + row * a_row + terms.offset[t]; }
-  const uint32_t* b(int64_t t, int64_t c) const { return terms.w[t] + column + c * kTile; }
+  const uint32_t* a(int64_t t) const { return x + terms.offset[t]; }
+  const uint32_t* b(int64_t t) const { return terms.w[t] + column; }
 };
 
 // Whole tiles of all runs come first, since changing the height of tiles is slow.
@@ -171,8 +172,10 @@ void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, 
                                  piece.steps / depth,
                                  piece.input_step,
                                  depth,
+                                 kTile * piece.input_step,
                                  piece.padded,
-                                 depth * piece.padded};
+                                 depth * piece.padded,
+                                 kTile};
         tile_columns(run, ceil_div(rows, kTile), c + kTile < piece.padded ? 2 : 1, add, at, piece.padded);
       }
     }

@@ -166,15 +166,29 @@ void int8_tiles(const Int8Piece& piece, int64_t output, Fetch& fetch) {
 #if defined(BLOCKSPARSE_TILES)
 // The blocks of a row at the tokens from `token` on, and outputs from `output` on.
 struct ByteTerms {
-  const Int8Piece& piece;
-  int64_t token, output, count, steps, a_row, a_step, b_row, b_step;
+  static constexpr bool kFetches = false;
+  const uint32_t *x, *w;
+  const int32_t* col;
+  int64_t x_block, w_block;  // units of a block
+  int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
 
-  const uint32_t* a(int64_t t, int64_t row) const {
-    return reinterpret_cast<const uint32_t*>(piece.x + (token + row) * piece.x_stride + piece.col[t] * piece.steps * 4);
-  }
-  const uint32_t* b(int64_t t, int64_t c) const {
-    return reinterpret_cast<const uint32_t*>(piece.w) + t * piece.steps * piece.padded_out + output + c * kTile;
-  }
+  ByteTerms(const Int8Piece& piece, int64_t token, int64_t output, int64_t depth)
+      : x(reinterpret_cast<const uint32_t*>(piece.x + token * piece.x_stride)),
+        w(reinterpret_cast<const uint32_t*>(piece.w) + output),
+        col(piece.col),
+        x_block(piece.steps),
+        w_block(piece.steps * piece.padded_out),
+        count(piece.blocks),
+        steps(piece.steps / depth),
+        a_row(piece.x_stride / 4),
+        a_step(depth),
+        a_below(kTile * a_row),
+        b_row(piece.padded_out),
+        b_step(depth * piece.padded_out),
+        b_beside(kTile) {}
+
+  const uint32_t* a(int64_t t) const { return x + col[t] * x_block; }
+  const uint32_t* b(int64_t t) const { return w + t * w_block; }
 };
 
 // Fewer tokens are bound by reading the weights, and vectors need no transposition.
@@ -194,15 +208,7 @@ void int8_piece_on_tiles(const Int8Piece& piece) {
     configure_tiles(kTile, depth, kTile);
     for (int64_t t = 0; t < piece.tokens; t += kTileTokens) {
       const int64_t tokens = smaller(kTileTokens, piece.tokens - t);
-      const ByteTerms terms = {piece,
-                               t,
-                               output,
-                               piece.blocks,
-                               piece.steps / depth,
-                               piece.x_stride / 4,
-                               depth,
-                               piece.padded_out,
-                               depth * piece.padded_out};
+      const ByteTerms terms(piece, t, output, depth);
       float* const to[2] = {reinterpret_cast<float*>(sums), reinterpret_cast<float*>(sums) + kTile};
       tile_columns<true>(terms, ceil_div(tokens, kTile), columns, false, to, kTileOutputs);
       finish_stores(sums);

@@ -96,13 +96,17 @@ static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(t
 
 // Tiles 0 to 3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 hold A [rows, depth], 6 and 7 hold B [depth, columns].
 static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns) {
-  struct {
+  struct alignas(64) Config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
-  } config = {};
+  };
+  // Kept, because reading what was just written would wait.
+  static thread_local Config config;
+  const bool same =
+      config.palette && config.rows[0] == rows && config.rows[6] == depth && config.row_bytes[0] == 4 * columns;
   config.palette = 1;
-  for (int t = 0; t < 8; ++t) {
+  for (int t = 0; t < 8 && !same; ++t) {
     config.rows[t] = uint8_t(t >= 6 ? depth : rows);
     config.row_bytes[t] = uint16_t(4 * (t == 4 || t == 5 ? depth : columns));
 #if defined(BLOCKSPARSE_EMULATED_TILES)
@@ -125,9 +129,10 @@ static inline void release_tiles() {
 
 // Compute kRows x kColumns tiles of sums, row tiles one below the other, columns at `sums[0]` and `sums[1]`.
 //
-// With kBytes, units are fours of bytes, and sums are int32. `terms` has `count` terms of `steps` steps: `a(t, row)` is
-// where rows [row, row + 16) of A begin in term t, and `b(t, c)` where the columns of tile c of B begin. `a_row`,
-// `a_step`, `b_row` and `b_step` are distances in units.
+// With kBytes, units are fours of bytes, and sums are int32. `terms` has `count` terms of `steps` steps: `a(t)` and
+// `b(t)` are where A and B begin in term t. The other members are distances in units, from row to row and from step to
+// step; `a_below` and `b_beside` are those of the next tile of rows, and of the second column of tiles. With kFetches
+// the tiles of B are contiguous, and those of the next step are fetched, a part after each product.
 template <int kRows, int kColumns, bool kBytes, class Terms>
 static inline void tile_square(const Terms& terms, int64_t first_row, bool add, float* const* sums, int64_t sums_row) {
   float* const left = sums[0] + first_row * sums_row;
@@ -144,32 +149,45 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
     if constexpr (kRows > 1) BLOCKSPARSE_TILE_ZERO(2);
     if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_ZERO(3);
   }
-  for (int64_t t = 0; t < terms.count; ++t) {
-    const uint32_t* a0 = terms.a(t, first_row);
-    const uint32_t* a1 = kRows > 1 ? terms.a(t, first_row + kTile) : nullptr;
-    const uint32_t* b0 = terms.b(t, 0);
-    const uint32_t* b1 = kColumns > 1 ? terms.b(t, 1) : nullptr;
-    for (int64_t k = 0; k < terms.steps; ++k) {
+  const int64_t count = terms.count, steps = terms.steps, a_step = terms.a_step, b_step = terms.b_step;
+  const int64_t a_bytes = terms.a_row * 4, b_bytes = terms.b_row * 4;
+  const int64_t a_first = first_row / kTile * terms.a_below, a_below = terms.a_below, b_beside = terms.b_beside;
+  const uint32_t* next = terms.b(0);
+  for (int64_t t = 0; t < count; ++t) {
+    const uint32_t* a = terms.a(t) + a_first;
+    const uint32_t* b = next;
+    if (t + 1 < count) next = terms.b(t + 1);
+    for (int64_t k = steps; k > 0; --k) {
+      const uint32_t* const after = k > 1 ? b + b_step : next;
+      const auto fetch = [&](int64_t first) __attribute__((always_inline)) {
+        if constexpr (Terms::kFetches)
+#pragma GCC unroll 16
+          for (int64_t r = first; r < first + kTile; ++r) __builtin_prefetch(after + r * kTile);
+      };
 #define BLOCKSPARSE_DOT(c, a, b)         \
   if constexpr (kBytes)                  \
     BLOCKSPARSE_TILE_DOT_BYTES(c, a, b); \
   else                                   \
     BLOCKSPARSE_TILE_DOT(c, a, b)
-      BLOCKSPARSE_TILE_LOAD(4, a0 + k * terms.a_step, terms.a_row * 4);
-      BLOCKSPARSE_TILE_LOAD(6, b0 + k * terms.b_step, terms.b_row * 4);
+      BLOCKSPARSE_TILE_LOAD(4, a, a_bytes);
+      BLOCKSPARSE_TILE_LOAD(6, b, b_bytes);
       BLOCKSPARSE_DOT(0, 4, 6);
+      fetch(0);
       if constexpr (kColumns > 1) {
-        BLOCKSPARSE_TILE_LOAD(7, b1 + k * terms.b_step, terms.b_row * 4);
+        BLOCKSPARSE_TILE_LOAD(7, b + b_beside, b_bytes);
         BLOCKSPARSE_DOT(1, 4, 7);
+        fetch(kTile);
       }
       if constexpr (kRows > 1) {
-        BLOCKSPARSE_TILE_LOAD(5, a1 + k * terms.a_step, terms.a_row * 4);
+        BLOCKSPARSE_TILE_LOAD(5, a + a_below, a_bytes);
         BLOCKSPARSE_DOT(2, 5, 6);
       }
       if constexpr (kRows > 1 && kColumns > 1) {
         BLOCKSPARSE_DOT(3, 5, 7);
       }
 #undef BLOCKSPARSE_DOT
+      a += a_step;
+      b += b_step;
     }
   }
   BLOCKSPARSE_TILE_STORE(0, left, row_bytes);

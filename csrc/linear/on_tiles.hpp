@@ -22,27 +22,32 @@ static inline int64_t depth_of_tiles(int64_t block_out, int64_t block_sum) {
 
 // The blocks of a row, and their inputs from column `first` of the panel on.
 struct PanelTerms {
-  const RowPiece& piece;
-  int64_t first, count, steps, a_row, a_step, b_row, b_step;
+  static constexpr bool kFetches = true;
+  const uint32_t* values;
+  const uint32_t* panel;
+  const int64_t* position;  // or null
+  const int32_t* col;
+  int64_t block, panel_block;  // units of a block, and of its inputs
+  int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
 
   PanelTerms(const RowPiece& piece, int64_t first)
-      : piece(piece),
-        first(first),
+      : values(static_cast<const uint32_t*>(piece.values) + piece.begin * piece.block_sum / 2),
+        panel(static_cast<const uint32_t*>(piece.panel) + first * piece.depth),
+        position(piece.position),
+        col(piece.col),
+        block(piece.block_out * piece.block_sum / 2),
+        panel_block(piece.block_sum / 2 * piece.width),
         count(piece.blocks),
         steps(piece.block_sum / 2 / piece.depth),
         a_row(piece.block_sum / 2),
         a_step(piece.depth),
+        a_below(kTile * a_row),
         b_row(kTile),
-        b_step(piece.depth * piece.width) {}
+        b_step(piece.depth * piece.width),
+        b_beside(kTile * piece.depth) {}
 
-  const uint32_t* a(int64_t t, int64_t row) const {
-    const int64_t place = piece.position ? piece.position[t] : t;
-    return static_cast<const uint32_t*>(piece.values) + (place * piece.block_out + piece.begin + row) * a_row;
-  }
-  const uint32_t* b(int64_t t, int64_t column) const {
-    return static_cast<const uint32_t*>(piece.panel) + piece.col[t] * a_row * piece.width +
-           (first + column * kTile) * piece.depth;
-  }
+  const uint32_t* a(int64_t t) const { return values + (position ? position[t] : t) * block; }
+  const uint32_t* b(int64_t t) const { return panel + col[t] * panel_block; }
 };
 
 static inline void multiply_row_on_tiles(const RowPiece& piece, float* sums) {
@@ -55,14 +60,14 @@ static inline void multiply_row_on_tiles(const RowPiece& piece, float* sums) {
   release_tiles();
 }
 
-// The turned gradient of a block row, and two columns of tiles of packed x.
+// The turned gradient of a block row, and one or two columns of tiles of packed x.
 struct SampledTerms {
-  const SampledStrip& strip;
-  const uint32_t* x[2];
-  int64_t count, steps, a_row, a_step, b_row, b_step;
+  static constexpr bool kFetches = false;
+  const uint32_t *grad, *x;
+  int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
 
-  const uint32_t* a(int64_t, int64_t row) const { return static_cast<const uint32_t*>(strip.grad) + row * strip.steps; }
-  const uint32_t* b(int64_t, int64_t column) const { return x[column]; }
+  const uint32_t* a(int64_t) const { return grad; }
+  const uint32_t* b(int64_t) const { return x; }
 };
 
 // Compute the sums of a strip of sampled blocks.
@@ -81,8 +86,16 @@ static inline void sample_on_tiles(const SampledStrip& strip, float* sums, int64
              column % strip.chunk;
       to[c] = sums + block * strip.padded_in + at;
     }
-    const SampledTerms terms = {strip, {x[0], x[1]}, 1,           strip.steps / kTile,
-                                kTile, rows * kTile, strip.chunk, kTile * strip.chunk};
+    const SampledTerms terms = {static_cast<const uint32_t*>(strip.grad),
+                                x[0],
+                                1,
+                                strip.steps / kTile,
+                                kTile,
+                                rows * kTile,
+                                kTile * strip.steps,
+                                strip.chunk,
+                                kTile * strip.chunk,
+                                columns > 1 ? x[1] - x[0] : 0};
     tile_columns(terms, ceil_div(strip.block_out, kTile), columns, false, to, sums_row);
   }
   release_tiles();
