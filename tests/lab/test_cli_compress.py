@@ -138,6 +138,18 @@ def test_a_folder_of_transformers_becomes_a_block_sparse_one(folder, tmp_path, b
     assert curve[-1]["density"] == pytest.approx(0.6, abs=0.06)
 
 
+def test_a_folder_with_a_sequence_classifier_is_refused(tmp_path, book):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=256, **sizes)).eval()
+    model.save_pretrained(tmp_path / "classifier")
+    shown = command.error("compress", tmp_path / "classifier", "--out", tmp_path / "new", "--data", book, *OPTIONS)
+    assert "BertForSequenceClassification needs whole samples with special tokens" in shown
+    assert "bs.compress(model, batches)" in shown
+    batches = [{"input_ids": torch.randint(256, (4, 8)), "attention_mask": torch.ones(4, 8)} for _ in range(4)]
+    assert bs.compress(model, batches, 0.6, 8, steps=4).density < 0.7, "as the message says"
+
+
 def test_a_folder_needs_a_text_and_a_tokenizer(folder, tmp_path, book):
     bare, short = tmp_path / "bare", tmp_path / "short.txt"
     short.write_text("short")

@@ -21,6 +21,8 @@ from .compress import TrainedRun
 # Tokens of a sample, samples of a batch, and the fraction of the samples that is held out.
 LENGTH, BATCH, HELD_OUT = 128, 8, 0.1
 MAX_BYTES = 4_000_000  # of the text
+# Models that need whole samples, with their special tokens and separators.
+WITHOUT_RUNNING_TEXT = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction", "QuestionAnswering")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
@@ -36,12 +38,19 @@ def open_folder(folder: Path, data: Any) -> TrainedRun:
     A causal language model is also trained on the next tokens. Others only learn to agree with the dense model.
 
     Raises:
-        BlockSparseError: no text, one of fewer than two batches, or a folder that transformers cannot load.
+        BlockSparseError: no text, one of fewer than two batches, a folder that transformers cannot load, or a model
+            that needs whole samples, such as a sequence classifier.
     """
     if data is None or not Path(str(data)).is_file():
         raise BlockSparseError.expected("data", "--data FILE, a text to compress the model on", data)
     stored = sparsify.open_model(folder)
     model: Any = stored.model
+    if type(model).__name__.endswith(WITHOUT_RUNNING_TEXT):
+        raise BlockSparseError(
+            f"{folder}: {type(model).__name__} needs whole samples with special tokens, but this command makes running "
+            "text. In Python, call bs.compress(model, batches) with your own batches, such as "
+            "dict(tokenizer(texts, padding=True, return_tensors='pt'))."
+        )
     samples = _tokens(folder, text.read(Path(str(data)))[:MAX_BYTES], _length(model))
     held_out = samples[-max(1, int(HELD_OUT * len(samples))) :]
     trained = samples[: -len(held_out)]
