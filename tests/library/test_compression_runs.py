@@ -84,6 +84,11 @@ def test_a_folder_of_a_run_without_a_checksum_of_the_data_is_resumed(tmp_path):
     assert resumed.curve[0].minutes == about["curve"][0]["minutes"], "the dense model is not measured again"
 
 
+def test_an_unknown_module_to_skip_is_refused_with_a_folder(tmp_path):
+    with pytest.raises(bs.BlockSparseError, match="skip: expected modules of the model"):
+        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path, skip=nn.Linear(2, 2)))
+
+
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     stages.checkpoint.save(tmp_path / "best.safetensors", {}, {"step": 3})
     with pytest.raises(bs.BlockSparseError, match=r"folder: expected no other best.safetensors \(use another folder"):

@@ -131,7 +131,7 @@ def compress(
         settings = {
             "density": density,
             "block_size": list(block_size) if isinstance(block_size, tuple | list) else block_size,
-            "skip": sorted([skip] if isinstance(skip, str) else map(str, skip)),
+            "skip": sorted(map(str, [skip] if isinstance(skip, str | nn.Module) else skip)),
             "hidden": hidden,
             "model": _checksum(model),
             "teacher": _checksum(model if teacher is None else teacher),
