@@ -56,13 +56,11 @@ def test_an_interruption_returns_the_best_so_far_and_a_folder_resumes(tmp_path, 
     assert "metric" in str(evaluated)
 
 
-def test_a_folder_of_another_teacher_data_or_options_is_refused(tmp_path):
+def test_a_folder_of_another_teacher_or_options_is_refused(tmp_path):
     data, model = labelled(128), Classifier().eval()
     bs.compress(model, data, **options(folder=tmp_path))
-    changed = [(x + 1, y) for x, y in data]
     for name, others in {
         "teacher": {"teacher": Classifier().eval()},
-        "data": {"data": changed},
         "hidden": {"hidden": 1.0},
         "skip": {"skip": "first"},
     }.items():
@@ -72,6 +70,9 @@ def test_a_folder_of_another_teacher_data_or_options_is_refused(tmp_path):
             bs.compress(model, **given)
     resumed = bs.compress(model, data[::-1], **options(folder=tmp_path, teacher=model))
     assert resumed.density <= 0.26, "an equal teacher, and the same batches in another order"
+    changed = [(x + 1, y) for x, y in data]
+    with pytest.warns(bs.SparsityWarning, match=r"resuming the run in .*, which had other data"):
+        bs.compress(model, changed, **options(folder=tmp_path))
 
 
 def test_a_folder_of_a_run_without_a_checksum_of_the_data_is_resumed(tmp_path):

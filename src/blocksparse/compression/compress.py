@@ -75,7 +75,7 @@ def compress(
             the best, and its results are in the curve.
         folder: folder for the best model so far, `best.safetensors`, and `curve.json`. `load_sparsified` takes what
             `safetensors.torch.load_file` reads. An interrupted run in it is resumed. It needs the same model, teacher,
-            batches in any order, `density`, `block_size`, `skip` and `hidden`; pass the same `loss` too.
+            `density`, `block_size`, `skip` and `hidden`; pass the same data and `loss` too. Other data give a warning.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
