@@ -123,6 +123,7 @@ Cells are accuracy in percent after `sparsify(net, density)` with blocks of 32 x
 that became block-sparse, and "warned" if a `SparsityWarning` reported a missed density.
 
 - "default" passes only `example`, "data" also 500 training samples. "global l2" was the default of 0.1.0.
+- "each layer" prunes every layer to the same density, "erk" small layers less (Erdos-Renyi-kernel rule).
 - Without force, the result depends on the speeds of the machine, which was busy.
 - The transformer at 0.25 was measured with a version that reorders features and fits blocks of layers as a whole.
 - mlp: Fashion-MNIST. conv: CIFAR-10. lstm and transformer: the next byte of Shakespeare. This program trained them for
