@@ -184,6 +184,10 @@ def test_refused_arguments():
         (lambda: int8_linear(x, values[1:], scales, layout), "values: expected"),
         (lambda: int8_linear(x, values, scales[:, :4], layout), "scales: expected"),
         (lambda: int8_linear(x, values, scales, layout, x[0]), "bias: expected"),
+        (
+            lambda: int8_linear(x.bfloat16(), values, scales, layout, torch.ones(32)),
+            r"x: expected torch.float32, as the",
+        ),
         (lambda: int8_linear(x.requires_grad_(), values, scales, layout), "tensors without gradients"),
         (lambda: int8_linear(x, values, scales, "layout"), "layout: expected"),
         (lambda: int8_linear(x, values, scales, layout, activation="tanh"), "activation: expected"),

@@ -61,6 +61,8 @@ def check_operands(
     """Check the tensors of a product in 8 bits, whose values have this shape."""
     if x.dtype not in DTYPES:
         raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
+    if bias is not None and bias.dtype in DTYPES and bias.dtype != x.dtype:
+        raise BlockSparseError.expected("x", f"{bias.dtype}, as the bias (or cast the model)", x.dtype)
     check_inference(x=x, bias=bias)
     if math.prod(shape[2:]) > MAX_INPUTS:
         raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
