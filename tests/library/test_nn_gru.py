@@ -166,3 +166,19 @@ def test_a_graph_for_any_number_of_sequences(kind):
         x = torch.randn(2, number, 16)  # a graph has each step
         with torch._dynamo.config.patch(error_on_recompile=number == 7):
             torch.testing.assert_close(compiled(x)[0], module(x)[0])
+
+
+@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])
+def test_all_steps_are_one_node_of_autograd(kind):
+    layer = kind(16, 32, density=0.5, block_size=8)
+
+    def nodes(steps):
+        seen, waiting = set(), [layer(torch.randn(steps, 3, 16))[0].grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting += [each for each, _ in node.next_functions]
+        return len(seen)
+
+    assert nodes(2) == nodes(20)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
-from ..ops.recurrent import Steps, gather_rows, hidden_states, linear_of, unrolled
+from ..ops.recurrent import Hidden, Steps, Times, gather_rows, hidden_states, linear_of, scan
 from .padding import pad
 from .recurrent import Recurrent, SparseOptions, cast
 
@@ -34,23 +33,18 @@ class HiddenOnly(Recurrent):
         (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
         biases = [getattr(self, f"bias_{name}{suffix}") if self.bias else None for name in ("ih", "hh")]
         x, h, input_weight, weight, *biases = cast(x, h, input_weight, weight, *biases)
-
-        def step(of_input: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            return self._step(of_input, linear_of(h, weight, layout, biases[1]), h), c
-
         of_inputs = linear_of(pad(x, input_layout), input_weight, input_layout, biases[0])
         fused = hidden_states(steps, self._kind, of_inputs, index, h, weight, layout, biases[1])
         if fused is not None:
             return *fused, c
-        return unrolled(steps, step, (gather_rows(of_inputs, index),), h, c)
+        recurrence = Hidden(steps, self._kind, layout)
+        tensors = gather_rows(of_inputs, index), h, weight, biases[1]
+        # Graphs have no op for it.
+        return *(recurrence.definition(*tensors) if isinstance(steps, Times) else scan(recurrence, *tensors)), c
 
     @property
     def _kind(self) -> str:
         """The name of the step in the compiled core: "gru", "tanh" or "relu"."""
-        raise NotImplementedError
-
-    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """Return the next h from the products with the input and with h, which include their biases."""
         raise NotImplementedError
 
 
@@ -85,13 +79,6 @@ class GRU(HiddenOnly):
 
     gates = 3
     _kind = "gru"
-
-    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """Return the next state from h and the products of input and state with the weights, gates side by side."""
-        (r, z, n), (hr, hz, hn) = of_input.chunk(3, 1), of_state.chunk(3, 1)
-        r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
-        n = torch.tanh(n + r * hn)
-        return n + z * (h - n)
 
 
 class RNN(HiddenOnly):
@@ -138,7 +125,3 @@ class RNN(HiddenOnly):
             raise BlockSparseError.expected("nonlinearity", "tanh or relu", repr(nonlinearity))
         self.nonlinearity = nonlinearity
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
-
-    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
-        """Return the next state from h and the products of input and state with the weights, gates side by side."""
-        return (torch.tanh if self.nonlinearity == "tanh" else torch.relu)(of_input + of_state)

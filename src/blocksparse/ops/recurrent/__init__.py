@@ -1,9 +1,9 @@
 """Recurrences over whole sequences: one product per step, fused gates, and one product per weight's gradient."""
 
 from .graph import KINDS
-from .hidden import hidden_states
+from .hidden import Hidden, hidden_states
 from .int8_lstm import Int8LSTM
-from .lstm import LSTM, unrolled
+from .lstm import LSTM
 from .multiplicative_lstm import MultiplicativeLSTM
 from .op import gather_rows, linear_of, scan
 from .recurrence import Steps, Times
@@ -11,6 +11,7 @@ from .small_world_lstm import SmallWorldLSTM
 
 __all__ = [
     "LSTM",
+    "Hidden",
     "Int8LSTM",
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
@@ -20,7 +21,6 @@ __all__ = [
     "hidden_states",
     "linear_of",
     "scan",
-    "unrolled",
 ]
 
 KINDS |= {kind.__name__: kind for kind in (LSTM, Int8LSTM, MultiplicativeLSTM, SmallWorldLSTM)}
