@@ -32,7 +32,7 @@ from ..sparsity.selection import least_density
 from ..surgery.carry import record_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.prunable import Skip, prunable
-from ..surgery.tied import forget_ties, tie
+from ..surgery.tied import forget_ties, tie, tied_names
 from .candidates import Candidate, OneShot, score
 from .measures import SpeedUps, calls_weights, dense_size, density_of, sparse_modules
 from .result import CompressionResult, Point
@@ -390,7 +390,8 @@ class CompressionRun:
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
         """Restore the student's modes, write the curve, and return the result."""
         self._densify_slower()
-        record_reasons(self.student, self.dense_reasons)
+        tied = tied_names(self.student)  # of which `report` says so
+        record_reasons(self.student, {name: why for name, why in self.dense_reasons.items() if name not in tied})
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)
         self.student.zero_grad()
