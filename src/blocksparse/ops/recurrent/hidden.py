@@ -47,8 +47,10 @@ class Hidden(Recurrence):
         kept: dict[int, Tensor] = {}
         for t in steps.order:
             of_state = product.forward(states.before[t], bias)
-            new, kept[t] = next_state(self.kind, inputs[t], of_state, states.before[t])
+            new, *activated = next_state(self.kind, inputs[t], of_state, states.before[t])
             states.after[t].copy_(new)
+            if keep:
+                kept[t] = torch.cat(activated, 1)
             if not steps.aligned:
                 states.advance(t)
         y = states.all_after.clone()
@@ -86,7 +88,7 @@ class Hidden(Recurrence):
         return grad_pre, dh.initial, grad_weight, grad_state.sum(0) if needed[3] else None
 
 
-def next_state(kind: str, of_input: Tensor, of_state: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+def next_state(kind: str, of_input: Tensor, of_state: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     """Return the next h from the products of input and state, gates side by side, and what the backward pass needs."""
     if kind != "gru":
         new = (torch.tanh if kind == "tanh" else torch.relu)(of_input + of_state)
@@ -94,7 +96,7 @@ def next_state(kind: str, of_input: Tensor, of_state: Tensor, h: Tensor) -> tupl
     (r, z, n), (hr, hz, hn) = of_input.chunk(3, 1), of_state.chunk(3, 1)
     r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
     n = torch.tanh(n + r * hn)
-    return n + z * (h - n), torch.cat([r, z, n, hn], 1)
+    return n + z * (h - n), r, z, n, hn
 
 
 def hidden_states(
