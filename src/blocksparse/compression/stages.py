@@ -460,10 +460,9 @@ class CompressionRun:
             raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.folder}")
         different = [name for name, value in self.settings.items() if stored.get(name, value) != value]
         if different == ["data"]:
-            different = []
             note = "which had other data (as randomly augmented data are)"
             warnings.warn(f"compress: resuming the run in {self.folder}, {note}", SparsityWarning, stacklevel=6)
-        if different:
+        elif different:
             mine, others = (", ".join(f"{name} {of[name]}" for name in different) for of in (self.settings, stored))
             hint = "pass these to resume that run, or use another folder; models and data are named by checksums"
             raise BlockSparseError.expected("folder", f"a run with {mine}", f"{self.folder} with {others} ({hint})")
