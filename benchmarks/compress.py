@@ -215,7 +215,7 @@ def lstm(data: Path | None) -> Task:
     def make(divisor: float) -> nn.Module:
         return trained_nets.Sequences("lstm", round(512 / divisor), 2)
 
-    return Task(make, train, test, epochs=0.5, in_bits=True, rate=2e-3)
+    return Task(make, train, test, epochs=3, in_bits=True, rate=2e-3)
 
 
 def bert(data: Path | None) -> Task:
