@@ -31,8 +31,10 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class AgainstRandom(Column):
-    """The difference to random blocks of the same width."""
+class AgainstLayout(Column):
+    """The difference to another layout of the same width; `against` is its key in `LAYOUTS`."""
+
+    against: str = RANDOM
 
     def cells(
         self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]], paired: bool = True
@@ -40,7 +42,7 @@ class AgainstRandom(Column):
         cells: dict[str, str] = {}
         for width in dict.fromkeys(contender.config.width for contender in contenders.values()):
             same_width = {name: some for name, some in runs.items() if contenders[name].config.width == width}
-            column = Column(self.title, self.of, self.digits, against=_name(RANDOM, width))
+            column = Column(self.title, self.of, self.digits, against=_name(self.against, width))
             differences = column.cells(contenders, same_width, paired)
             cells |= dict(zip(same_width, differences or ["-"] * len(same_width), strict=True))
         return [cells[name] for name in runs]
@@ -86,7 +88,8 @@ class WidthExperiment(CharLMExperiment):
             SEEDS,
             READ,
             Column("bits per character, held out", "held_out", 3),
-            AgainstRandom("bits per character, against random", "held_out", 3),
+            AgainstLayout("bits per character, against random", "held_out", 3),
+            AgainstLayout("bits per character, against random and diagonal", "held_out", 3, "random_diagonal"),
             Column("bytes/s", lambda run, _: run.as_dict()["bytes_per_second"]),
         ]
 
@@ -104,18 +107,18 @@ class WidthExperiment(CharLMExperiment):
             means = [statistics.fmean(values) for values in held_out]
             errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in held_out]
             bits.errorbar(widths, means, errors, color=color, marker="o", ms=4, lw=1.8, capsize=3, label=label)
-            if pattern != "block_diagonal":  # its blocks are not connected
-                lengths = [statistics.fmean(run.facts["path"] for run in some) for _, some in groups]
-                paths.plot(widths, lengths, color=color, marker="o", ms=4, lw=1.8, label=label)
+            connected = [(width, some) for width, some in groups if all(run.facts["components"] == 1 for run in some)]
+            lengths = [statistics.fmean(run.facts["path"] for run in some) for _, some in connected]
+            paths.plot([width for width, _ in connected], lengths, color=color, marker="o", ms=4, lw=1.8)
         ticks = sorted({contender.config.width for contender in self.contenders.values()})
-        for axes, title in ((bits, "bits per character, held out"), (paths, "mean path between blocks, steps")):
+        for axes, title in ((bits, "bits per character, held out"), (paths, "mean path between blocks, if connected, steps")):
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{width:,}" for width in ticks])
             axes.minorticks_off()
             axes.set(xlabel="hidden units, at equal parameters", ylabel=title)
             axes.grid(color="0.9", lw=0.8)
         paths.set_yscale("log", base=2)
-        paths.set_yticks([2**power for power in range(6)], [str(2**power) for power in range(6)])
+        paths.set_yticks([2**power for power in range(4)], [str(2**power) for power in range(4)])
         bits.legend(frameon=False, fontsize=9)
         save(figure, path)
 
