@@ -12,6 +12,8 @@ import numpy as np
 from .errors import BlockSparseError
 from .optional_torch import is_tensor, torch
 
+TOO_LARGE = 1 << 63  # for int64
+
 
 def is_int(value: Any) -> bool:
     """Return whether the value is a Python or numpy integer, not a bool."""
@@ -28,7 +30,7 @@ def boolean(name: str, value: Any) -> bool:
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:
     """Return the value as an int after a check: `least` or more, and below `below` if given. Bools are refused.
 
-    `of` is what `below` stands for, for the error.
+    Without `below`, it has to be one that tensors can store. `of` is what `below` stands for, for the error.
 
     >>> from blocksparse.checked import integer
     >>> integer("m", 9, 1, below=4, of="the number of blocks")
@@ -36,8 +38,10 @@ def integer(name: str, value: Any, least: int, below: int | None = None, of: str
     ...
     blocksparse.errors.BlockSparseError: m: expected an int, 1 or more and below the number of blocks, 4, got 9
     """
-    if not is_int(value) or value < least or (below is not None and value >= below):
+    if not is_int(value) or value < least or value >= (TOO_LARGE if below is None else below):
         bound = "" if below is None else f" and below {of}{', ' if of else ''}{below}"
+        if below is None and is_int(value) and value >= TOO_LARGE:
+            bound = " and below 2^63"
         raise BlockSparseError.expected(name, f"an int, {least} or more{bound}", repr(value))
     return int(value)
 

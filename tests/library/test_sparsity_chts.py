@@ -107,9 +107,21 @@ def test_fraction_and_temperature():
 
 def test_large_grids_are_refused(monkeypatch):
     monkeypatch.setattr(chts, "MAX_PLACES", 63)
-    method = bs.sparsity.CHTs(bs.nn.Linear(64, 64, density=0.3, block_size=8), None, end=10, every=1, alpha=0.3)
+    layer = bs.nn.Linear(64, 64, density=0.3, block_size=8)
     with pytest.raises(bs.BlockSparseError, match="topological growth: expected a grid of 63 blocks at most"):
-        method.step()
+        bs.sparsity.CHTs(layer, None, end=10)
+    with pytest.raises(bs.BlockSparseError, match="topological growth: expected a grid of 63 blocks at most"):
+        bs.sparsity.GradualBlockPruning(layer, None, 0.1, end=10, regrow=0.5, growth="topology")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_can_be_drawn(value):
+    layer = bs.nn.Linear(32, 32, density=0.4, block_size=4)
+    layer.values.data[:20] = value
+    method = bs.sparsity.CHTs(layer, None, end=50, every=1, alpha=0.3)
+    nnz = layer.layout.nnz
+    assert method.step()
+    assert layer.layout.nnz == nnz
 
 
 def test_padded_lines_and_columns_get_no_blocks():

@@ -1,8 +1,10 @@
 """The contract of all methods: one loop, one state, resuming, copies, frozen weights, refusals."""
 
 import copy
+import gc
 import inspect
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -63,6 +65,9 @@ METHODS = {
         lambda m, o: bs.sparsity.ThresholdPruning(m, o, 0.01, begin=1, ramp=2, end=4, every=1, block_size=4),
     ),
 }
+
+
+SPARSE = [name for name, (make, _) in METHODS.items() if make is sparse]
 
 
 def test_these_are_all_methods():
@@ -140,6 +145,134 @@ def test_invalid_states_change_nothing(name):
             method.load_state_dict(other.state_dict())
     assert method.calls == calls
     method.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_states_of_other_methods_are_refused(name):
+    method = start(name)[2]
+    for other in METHODS:
+        mine, others = name.split(",")[0], other.split(",")[0]
+        if mine != others:
+            with pytest.raises(bs.BlockSparseError, match=rf"state: expected that of {mine}, got that of {others}"):
+                method.load_state_dict(start(other)[2].state_dict())
+    state = method.state_dict()
+    del state["method"]  # as in earlier versions
+    method.load_state_dict(state)
+
+
+class PerBlock(torch.optim.Optimizer):
+    """An optimizer with one accumulator per block, as SM3 has, which no method knows how to move."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.dim() == 3:
+                sums = self.state[parameter].setdefault("sums", torch.zeros(len(parameter), 1, 1))
+                sums.add_(parameter.grad.square().amax((1, 2), keepdim=True))
+
+
+@pytest.mark.parametrize("kind", [PerBlock, torch.optim.LBFGS])
+@pytest.mark.parametrize("name", SPARSE)
+def test_states_that_cannot_follow_are_refused_before_a_layer_changes(name, kind):
+    if name == "SMET" and kind is PerBlock:
+        pytest.skip("its clock refuses the optimizer")
+    torch.manual_seed(0)
+    model = sparse()
+    optimizer = kind(model.parameters())
+    # LBFGS is not given, since the constructor would refuse it.
+    method = METHODS[name][1](model, optimizer if kind is PerBlock else None)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    def layouts():
+        return [layer.layout for layer in (model[0], model[2])]
+
+    def steps():
+        for _ in range(4):
+            optimizer.step(closure)
+            before[:] = layouts()
+            method.step()
+
+    before = []
+    with pytest.raises(bs.BlockSparseError, match="cannot follow"):
+        steps()
+    assert layouts() == before
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_within_autocast_changes_the_same_blocks(name, dtype):
+    layouts = []
+    for inside in (False, True):
+        model, optimizer, method = start(name)
+        for t in range(4):
+            torch.manual_seed(t)
+            with torch.autocast("cpu", dtype):
+                loss = 1e-4 * model(torch.randn(8, 16)).square().mean()
+            update(optimizer, loss)
+            with torch.autocast("cpu", dtype, enabled=inside):
+                method.step()
+        layouts.append([model[0].layout, model[2].layout])
+    assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_step_within_inference_mode_leaves_trainable_values(name):
+    model, optimizer, method = start(name)
+    for _ in range(5):
+        update(optimizer, model(torch.randn(8, 16)).square().mean())
+        with torch.inference_mode():
+            method.step()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_optimizer_can_be_used_again(name):
+    model, optimizer, method = start(name)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    method.use_optimizer(other)
+    method.use_optimizer(optimizer)
+    train(model, optimizer, method, 0, 4)
+    for wrong in (None, "SGD"):
+        with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected a torch\.optim\.Optimizer"):
+            method.use_optimizer(wrong)
+
+
+def test_a_deleted_method_records_nothing():
+    layer = bs.nn.Linear(32, 32, density=0.4, block_size=4)
+    method = bs.sparsity.RigL(layer, None, end=90, every=1)
+    watch = weakref.ref(method._watches[0])
+    del method
+    gc.collect()
+    assert watch() is None
+    layer(torch.randn(8, 32)).square().mean().backward()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_arguments_are_checked_before_training(name):
+    kind = getattr(bs.sparsity, name.split(",")[0])
+    more = {"density": 0.3} if kind is bs.sparsity.GradualBlockPruning else {}
+    if "end" in inspect.signature(kind).parameters:
+        more["end"] = 4
+    make = partial(kind, sparse(), None, **more)
+    for wrong, message in (
+        ({"on_layout_change": 3}, "on_layout_change: expected None or a function"),
+        ({"seed": 1 << 63}, "seed: expected an int, 0 or more and below 2\\^63"),
+        ({"skip": torch.tensor(3)}, "skip: expected modules of the model"),
+    ):
+        if set(wrong) <= set(inspect.signature(kind).parameters):
+            with pytest.raises(bs.BlockSparseError, match=message):
+                make(**wrong)
+    with pytest.raises(bs.BlockSparseError, match="modules: expected a model or a list of modules, got an empty list"):
+        kind([], None, **more)
 
 
 DENSE = [name for name, (make, _) in METHODS.items() if make is dense and name != "SRSTE"]

@@ -145,10 +145,10 @@ def diagonals(
     offsets.
     """
     grid, block = checked_sizes(shape, block_size)
-    short, long = min(grid), max(grid)
+    short, long, random = min(grid), max(grid), generator(seed)
     if offsets is None:
         count = max(1, round(number("density", density, 0, 1) * short))
-        chosen = generator(seed).choice(short, count, replace=False)
+        chosen = random.choice(short, count, replace=False)
     else:
         chosen = checked_indices("offsets", offsets, short)
         if np.unique(chosen).size < chosen.size or not chosen.size:
@@ -186,8 +186,9 @@ def permuted(
     learns the permutation.
     """
     check_layout(layout)
+    random = generator(seed)
     if rows is None and columns is None:
-        columns = generator(seed).permutation(layout.grid[1]).tolist()
+        columns = random.permutation(layout.grid[1]).tolist()
     lines: list[np.ndarray] = []
     places = (layout.row_of_block, layout.col_of_block)
     for name, order, size, old in zip(("rows", "columns"), (rows, columns), layout.grid, places, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..checked import check_state
 from ..errors import BlockSparseError
-from ..surgery.optimizer import check_optimizer, unwrapped
+from ..surgery.optimizer import check_optimizer, is_optimizer, unwrapped
 from .updates import Updates
 
 
@@ -61,12 +62,12 @@ class TrainingMethod:
         if self._updates is not None and self._updates.was_missed():
             return False
         self.calls += 1
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             return self._step()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to save, in addition to the states of the model and the optimizer."""
-        return {"calls": torch.tensor(self.calls)}
+        return {"calls": torch.tensor(self.calls), "method": _as_tensor(type(self).__name__)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Resume from a state. Load the states of the model and the optimizer as usual.
@@ -75,7 +76,12 @@ class TrainingMethod:
             BlockSparseError: the state of another method, or `finish` was called.
         """
         self._check_unfinished("load_state_dict")
-        check_state(state, self.state_dict())
+        own = self.state_dict()
+        if isinstance(state, Mapping):
+            state = {"method": own["method"], **state}  # states of earlier versions do not name it
+            if (name := _as_name(state["method"])) not in (None, type(self).__name__):
+                raise BlockSparseError.expected("state", f"that of {type(self).__name__}", f"that of {name}")
+        check_state(state, own)
         self.calls = int(state["calls"])
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -84,9 +90,11 @@ class TrainingMethod:
         A method that was created without an optimizer stays without one.
 
         Raises:
-            BlockSparseError: the optimizer lacks one of the weights, or `finish` was called.
+            BlockSparseError: no optimizer, one that lacks one of the weights, or `finish` was called.
         """
         self._check_unfinished("use_optimizer")
+        if not is_optimizer(optimizer):
+            raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
         if self.optimizer is None or unwrapped(self.optimizer) is unwrapped(optimizer):
             return
         for name, parameter in self._named_parameters().items():
@@ -113,3 +121,15 @@ class TrainingMethod:
         """Raise a BlockSparseError if `finish` was called before this call."""
         if self.finished:
             raise BlockSparseError(f"{call}() after finish(): use the model that finish returned, or make a new method")
+
+
+def _as_tensor(name: str) -> Tensor:
+    """Return the bytes of a name, as states of methods have tensors only."""
+    return torch.tensor([*name.encode()], dtype=torch.uint8, device="cpu")
+
+
+def _as_name(value: Any) -> str | None:
+    """Return the name of which a value has the bytes, or None."""
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.is_meta:
+        return None
+    return bytes(value.flatten().tolist()).decode(errors="replace")

@@ -348,7 +348,7 @@ def find_skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named = dict(model.named_modules(remove_duplicate=False))
     names: set[str] = set()
-    items = [skip] if isinstance(skip, str | nn.Module) else skip
+    items = [skip] if isinstance(skip, str | nn.Module | Tensor) else skip
     for item in items if isinstance(items, Iterable) else [skip]:
         if isinstance(item, nn.Module):
             found, matched = [module for module in named.values() if module is item], list[str]()

@@ -111,7 +111,8 @@ class WidthExperiment(CharLMExperiment):
             lengths = [statistics.fmean(run.facts["path"] for run in some) for _, some in connected]
             paths.plot([width for width, _ in connected], lengths, color=color, marker="o", ms=4, lw=1.8)
         ticks = sorted({contender.config.width for contender in self.contenders.values()})
-        for axes, title in ((bits, "bits per character, held out"), (paths, "mean path between blocks, if connected, steps")):
+        of_paths = "mean path between blocks, if connected, steps"
+        for axes, title in ((bits, "bits per character, held out"), (paths, of_paths)):
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{width:,}" for width in ticks])
             axes.minorticks_off()

@@ -25,7 +25,7 @@ from ..selection import (
     normalize_by_size,
     stored_norms,
 )
-from ..sparse_training.chts import topological_scores, without_returning
+from ..sparse_training.chts import check_places, topological_scores, without_returning
 from ..sparse_training.dense_gradient import mark_largest_of_rows
 from ..sparse_training.dynamic_sparsity import Modules, cosine_decay
 from ..sparse_training.gradient_growth import GradientGrowth
@@ -201,10 +201,13 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             weight = handle_of(module)
             self.blocks[name] = Blocks((*weight.layout.shape, *weight.local.shape[3:]), weight.layout.block_shape)
         trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
-        if schedule not in SCHEDULES:
+        if not isinstance(schedule, str) or schedule not in SCHEDULES:
             raise BlockSparseError.expected("schedule", f"one of {', '.join(SCHEDULES)}", repr(schedule))
         if growth not in GROWTHS:
             raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
+        if regrow and growth == "topology":
+            for module in self.modules.values():
+                check_places(module.layout)
         self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
         self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
         if self.constant_fan_in:

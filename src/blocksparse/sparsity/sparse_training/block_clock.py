@@ -270,7 +270,8 @@ def _update_of(optimizer: Any) -> Update | None:
     if kind not in UPDATES and kind.__name__ != "Lion":
         raise BlockSparseError(
             f"optimizer: a BlockClock supports Adam, AdamW, NAdam, RAdam, SGD and Lion, not {kind.__name__}: use one "
-            "of them, or train without a clock (new blocks then start at the mean second moment of the others)"
+            "of them, or train without a clock, SMET with warmup=None (new blocks then start at the mean second moment "
+            "of the others)"
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise BlockSparseError(

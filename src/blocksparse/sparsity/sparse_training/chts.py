@@ -50,7 +50,7 @@ class CHTs(SET):
         temperatures: the exponents T at the first call and at `end`; (1, 9) by default, as in its language models.
 
     Raises:
-        BlockSparseError: as for `SET`; in `step`, a grid of more than 2^27 blocks.
+        BlockSparseError: as for `SET`; a grid of more than 2^27 blocks.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -99,6 +99,8 @@ class CHTs(SET):
             constant_fan_in=constant_fan_in,
             on_layout_change=on_layout_change,
         )
+        for module in self.modules.values():
+            check_places(module.layout)
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
@@ -127,10 +129,7 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
     Those of places without a score, and then of padding, are below all others. Blocks that stay have 0.
     """
     layout = weight.layout
-    if layout.grid[0] * layout.grid[1] > MAX_PLACES:
-        raise BlockSparseError.expected(
-            "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
-        )
+    check_places(layout)
     keys = layout.keys_of_blocks()[~drop]
     scores = path_scores(BlockLayout._from_keys(keys, layout.grid, (1, 1))).numpy()
     # These bounds are apart by more than random numbers can bridge.
@@ -139,6 +138,14 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
     scores[padding[0]] = scores[:, padding[1]] = 1e-35
     scores.reshape(-1)[keys] = 0
     return scores
+
+
+def check_places(layout: BlockLayout) -> None:
+    """Raise a BlockSparseError if a grid has too many places to score all of them."""
+    if layout.grid[0] * layout.grid[1] > MAX_PLACES:
+        raise BlockSparseError.expected(
+            "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
+        )
 
 
 def without_returning(layout: BlockLayout, change: Replacement) -> Replacement:
@@ -177,9 +184,13 @@ def _paths_over_rows(layout: BlockLayout, dtype: torch.dtype) -> Iterator[tuple[
 
 
 def powers_of_norms(norms: np.ndarray, exponent: float) -> np.ndarray:
-    """Return the powers of norms up to a factor, float64; those of 0 are below all others."""
-    largest = np.fmax.reduce(norms, initial=1e-300, dtype=np.float64)
-    powers: np.ndarray = np.maximum((norms / largest) ** exponent, 1e-300)
+    """Return the powers of norms up to a factor, float64; those of 0 are below all others.
+
+    Infinity and NaN count as the largest norm.
+    """
+    finite = np.isfinite(norms)
+    largest = norms[finite].max(initial=1e-300).astype(np.float64)
+    powers: np.ndarray = np.maximum((np.where(finite, norms, largest) / largest) ** exponent, 1e-300)
     return powers
 
 

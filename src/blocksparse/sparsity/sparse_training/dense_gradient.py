@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from math import prod
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class GradientWatch:
         self.replicas: list[Any] = []
         if layer.part is None:
             # It must run before FSDP2's hook, which frees the gathered parameters.
-            self._hook = layer.register_forward_hook(self, prepend=True)
+            self._hook = layer.register_forward_hook(_WeakHook(self), prepend=True)
         else:  # inputs and outputs of `forward` are those of the whole layer, not of this tensor-parallel part
             layer.compute = _WatchedCompute(self)  # type: ignore[method-assign]
 
@@ -104,13 +105,6 @@ class GradientWatch:
         if len(self.passes) > 1:
             finite = [one for one in self.passes if one.grad.isfinite().all() & one.x.isfinite().all()]
             self.passes = finite or self.passes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copying or saving a layer copies its hooks; the copy must not record.
-        return partial, (_no_op_hook,)
-
-    def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self.record(inputs[0].detach(), layer.bias, layer.activation, output)
 
     def record(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
         """Register a hook that, in backward, appends the input and the gradient before the activation to `passes`.
@@ -147,20 +141,35 @@ class GradientWatch:
         self.passes.append(ConvolutionPass(padded(x), grad, layer))
 
 
-class _WatchedCompute:
-    """A replacement of the `compute` of a tensor-parallel layer that also records its call."""
+class _WeakHook:
+    """A forward hook of a layer that records its calls while the watch lives: the layer must not keep it alive."""
 
     def __init__(self, watch: GradientWatch):
-        self.watch = watch
+        self.watch = ref(watch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        layer: Any = self.watch.layer
-        return partial, (type(layer).compute, layer)  # a copied or saved layer gets the plain method
+        # Copying or saving a layer copies its hooks; the copy must not record.
+        return partial, (_no_op_hook,)
+
+    def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if (watch := self.watch()) is not None:
+            watch.record(inputs[0].detach(), layer.bias, layer.activation, output)
+
+
+class _WatchedCompute:
+    """A replacement of the `compute` of a tensor-parallel layer that also records its call while the watch lives."""
+
+    def __init__(self, watch: GradientWatch):
+        self.layer: Any = watch.layer
+        self.watch = ref(watch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self.layer).compute, self.layer)  # a copied or saved layer gets the plain method
 
     def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None, *args: Any, **options: Any) -> Tensor:
-        layer: Any = self.watch.layer
-        y: Tensor = type(layer).compute(layer, x, bias, activation, *args, **options)
-        self.watch.record(x.detach(), bias, activation, y)
+        y: Tensor = type(self.layer).compute(self.layer, x, bias, activation, *args, **options)
+        if (watch := self.watch()) is not None:
+            watch.record(x.detach(), bias, activation, y)
         return y
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...checked import checked_block, is_int, number, positive_fraction
+from ...checked import boolean, checked_block, is_int, number, positive_fraction
 from ...errors import BlockSparseError
 
 Shape = Sequence[int]
@@ -59,7 +59,9 @@ def erk(
     Source: Evci et al., Rigging the lottery: making all tickets winners (2020).
     """
     total = positive_fraction("density", density)
-    block = checked_block(block_size)
+    block, kernel = checked_block(block_size), boolean("kernel", kernel)
+    if not isinstance(shapes, Sequence):
+        raise BlockSparseError.expected("shapes", "a list of shapes, such as [(300, 784)]", type(shapes).__name__)
     grids = [_grid_with_kernel(shape, block) for shape in shapes]
     if not grids:
         raise BlockSparseError.expected("shapes", "one shape or more", "none")

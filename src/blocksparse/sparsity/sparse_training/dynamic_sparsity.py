@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,9 @@ class DynamicSparsity(TrainingMethod):
         if any(isinstance(root, DistributedDataParallel) for root in self._roots):
             refuse_tensor_parallel_in_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
+        if on_layout_change is not None and not callable(on_layout_change):
+            expected = "None or a function of (module, source)"
+            raise BlockSparseError.expected("on_layout_change", expected, type(on_layout_change).__name__)
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
         self._frozen: set[str] = set()
         if not any(handle_of(module).parameter.requires_grad for module in self.modules.values()):
@@ -102,7 +106,10 @@ class DynamicSparsity(TrainingMethod):
         due = self._due(self.calls)
         if due:
             self._reshard()
-            self._change_layouts()
+            for _, name, weight in self._trained_weights():  # before the first layer changes
+                check_optimizer(self.optimizer, weight.parameter, f"{name}.values".lstrip("."))
+            with _without_autocast(self._named_parameters().values()):
+                self._change_layouts()
             self._check_agreement()
         return due
 
@@ -173,6 +180,15 @@ class DynamicSparsity(TrainingMethod):
         self.seed = int(state["seed"])
 
 
+@contextmanager
+def _without_autocast(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Turn autocast off on the devices of these parameters: norms and gradients are compared in float32."""
+    with ExitStack() as stack:
+        for device in {parameter.device.type for parameter in parameters}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def refuse_tensor_parallel_in_ddp(modules: Iterable[BlockSparseModule]) -> None:
     """Raise a BlockSparseError for tensor-parallel weights: their parts change size, buckets of DDP do not."""
     if any(module.part is not None for module in modules):
@@ -184,6 +200,8 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
     """Return the block-sparse modules in one or several models, by name, without the skipped ones."""
     is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module)
     roots: list[Any] = [*modules] if is_list else [modules]  # type: ignore[misc]
+    if not roots:
+        raise BlockSparseError.expected("modules", "a model or a list of modules", "an empty list")
     for root in roots:
         if not isinstance(root, nn.Module):
             raise BlockSparseError.expected("modules", "a model or a list of modules", type(root).__name__)

@@ -45,6 +45,7 @@ class GradientGrowth(DynamicSparsity):
     constant_fan_in = False
     _watches: Sequence[GradientWatch] = ()
     _held = False  # whether the hook has cleared gradients since the last call
+    _optimizer_hook: Any = None
 
     def _watch_gradients(self) -> None:
         """Start to watch the layers, after a check of their types."""
@@ -56,7 +57,7 @@ class GradientGrowth(DynamicSparsity):
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_watches": []}
+        return super().__getstate__() | {"_watches": [], "_optimizer_hook": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -71,9 +72,12 @@ class GradientGrowth(DynamicSparsity):
 
     def _hook_optimizer(self) -> None:
         """Call `_before_update` before each step of the optimizer."""
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
         if self.optimizer is not None:
             # A weak reference: the optimizer must not keep the method alive.
-            unwrapped(self.optimizer).register_step_pre_hook(partial(_before_update, ref(self)))
+            hook = partial(_before_update, ref(self))
+            self._optimizer_hook = unwrapped(self.optimizer).register_step_pre_hook(hook)
 
     def hold_weights(self) -> None:
         """Clear all gradients in an iteration in which blocks grow; the optimizer calls this before its step.
@@ -174,5 +178,8 @@ def _before_update(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer
         return
     if growth._held:
         name = type(growth).__name__
-        raise BlockSparseError(f"optimizer.step() called again before {name}'s step(): call both once per iteration")
+        raise BlockSparseError(
+            f"optimizer.step() called again before {name}'s step(): call both once per iteration, and delete a {name} "
+            "that you no longer call"
+        )
     growth.hold_weights()

@@ -14,7 +14,7 @@ from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..selection import TieBreak, mark_smallest, stored_norms
-from .block_clock import BlockClock
+from .block_clock import MAX_AGE, BlockClock
 from .dynamic_sparsity import Modules, cosine_decay, find_modules
 from .set import SET
 
@@ -75,7 +75,7 @@ class SMET(SET):
     ):
         self.alpha = number("alpha", alpha, 0, 1)
         self.final_alpha = number("final_alpha", final_alpha, 0, self.alpha)
-        self.warmup = None if warmup is None else integer("warmup", warmup, 0)
+        self.warmup = None if warmup is None else integer("warmup", warmup, 0, below=MAX_AGE + 1)
         super().__init__(
             modules,
             optimizer,

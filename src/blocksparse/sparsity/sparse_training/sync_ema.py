@@ -32,6 +32,9 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
         >>> method.step(), mean.module.layout == model.layout
         (True, True)
     """
+    for name, each in (("model", model), ("other", other)):
+        if not isinstance(each, nn.Module):
+            raise BlockSparseError.expected(name, "a model", type(each).__name__)
     sparse_modules, copied_modules = (
         [module for module in each.modules() if isinstance(module, BlockSparseModule)] for each in (model, other)
     )
