@@ -67,6 +67,7 @@ class Task:
             `compress`, which gets none.
         loss: a function of outputs and labels.
         accuracy: a function of a net that returns its accuracy in percent; by default that on the labels of `test`.
+        block_size: rows and columns of a block, of all block-sparse ways.
     """
 
     make: Callable[[float], nn.Module]
@@ -79,6 +80,7 @@ class Task:
     pretrained: nn.Module | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = classification_loss
     accuracy: Callable[[nn.Module], float] | None = None
+    block_size: int = 32
 
     @property
     def example(self) -> tuple[Tensor]:
@@ -360,7 +362,8 @@ def dense_net(task: Task, file: Path, seed: int = 0) -> nn.Module:
 def by_compress(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Call `bs.compress` with inputs, and labels if the task has them."""
     data = task.train if task.pretrained is None else [x for x, _ in task.train]
-    return bs.compress(dense, data, density, steps=steps, example=task.example, seed=seed).model, steps
+    options: dict[str, Any] = {"steps": steps, "example": task.example, "seed": seed}
+    return bs.compress(dense, data, density, task.block_size, **options).model, steps
 
 
 def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
@@ -369,7 +372,8 @@ def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: in
 
     def method(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         end, every = max(1, steps // 2), max(1, steps // 40)
-        return bs.sparsity.GradualPruning(model, optimizer, density, begin=0, end=end, every=every)
+        options: dict[str, Any] = {"end": end, "every": every, "block_size": task.block_size}
+        return bs.sparsity.GradualPruning(model, optimizer, density, begin=0, **options)
 
     steps, pruner = fit(task, model, steps, seed, method=method)
     return pruner.finish(), steps
@@ -378,7 +382,7 @@ def gradually(task: Task, dense: nn.Module, density: float, steps: int, seed: in
 def from_scratch(task: Task, dense: nn.Module, density: float, steps: int, seed: int) -> Trained:
     """Train a block-sparse net on labels from the start."""
     torch.manual_seed(seed)
-    model = bs.sparsify(task.make(1.0), density, force=True)
+    model = bs.sparsify(task.make(1.0), density, task.block_size, force=True)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, BlockSparseModule):
@@ -469,6 +473,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with fashion_mnist, cifar-10-batches-py, aclImdb and text")
     parser.add_argument("--net", choices=tuple(TASKS), required=True, help="the net")
     parser.add_argument("--density", type=float, default=0.15, help="fraction of parameters to keep")
+    parser.add_argument("--block-size", type=int, default=32, help="rows and columns of a block")
     parser.add_argument("--steps", type=int, default=600, help="training steps of compress")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--ways", default=",".join(WAYS), help="names of ways, separated by commas")
@@ -477,11 +482,12 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.kept.mkdir(parents=True, exist_ok=True)
     out = arguments.out or RESULTS / f"compress-{arguments.net}.json"
-    task = TASKS[arguments.net](arguments.data)
+    task = replace(TASKS[arguments.net](arguments.data), block_size=arguments.block_size)
     dense = dense_net(task, arguments.kept / f"{arguments.net}.pt")
-    settings = {"net": arguments.net, "density": arguments.density, "steps": arguments.steps}
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("net", "density", "steps", "block_size")}
     content = read_json(out) if out.is_file() else {}
-    before = report.rows(content["outcomes"]) if content.get("settings") == settings else []
+    is_same = "settings" in content and {"block_size": 32, **content["settings"]} == settings
+    before = report.rows(content["outcomes"]) if is_same else []
     outcomes = [Outcome(**each) for each in before]
     console = Console(soft_wrap=True, highlight=False)
     dense_metric = task.metric(dense)
@@ -498,7 +504,7 @@ def main() -> None:
         console.print(table(outcomes[-1:])[-1])
         about = {"machine": machine(), "settings": settings, "unit": unit, "dense": dense_metric}
         caption = (
-            f"# Compression of {arguments.net} to density {arguments.density:g}\n\n"
+            f"# Compression of {arguments.net} to density {arguments.density:g}, blocks of {task.block_size}\n\n"
             f"The metric is {unit}. Every way but dense got the seconds of `compress` with the same seed, on one "
             "thread. Speed-ups compare the fastest calls of the whole net and of the dense one, on a busy machine."
         )
