@@ -89,6 +89,10 @@ def test_permuted():
     for offsets in ([1, 1], [], [6]):
         with pytest.raises(BlockSparseError, match="offsets: expected"):
             patterns.diagonals((24, 40), 4, offsets=offsets)
+    with pytest.raises(BlockSparseError, match="seed: expected an int"):
+        patterns.diagonals((24, 40), 4, seed="a", offsets=[0])
+    with pytest.raises(BlockSparseError, match="seed: expected an int"):
+        patterns.permuted(layout, seed=-1, rows=range(layout.grid[0]))
 
 
 @given(st.integers(1, 12), st.integers(0, 15))

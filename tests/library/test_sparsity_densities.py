@@ -48,6 +48,8 @@ def test_erdos_renyi():
         (lambda: erk(LENET, 0), "density: expected a number above 0 and at most 1, got 0"),
         (lambda: erk([(1000, 1000), (2, 2)], 1e-7), "density: expected one that leaves a layer .* a block"),
         (lambda: erk([], 0.1), "shapes: expected one shape or more"),
+        (lambda: erk(5, 0.1), "shapes: expected a list of shapes"),
+        (lambda: erk(LENET, 0.1, kernel="a"), "kernel: expected True or False"),
         (lambda: erk([(3,)], 0.1), "shape: expected positive ints"),
         (lambda: erdos_renyi_density((10, 0), 1), "shape: expected positive ints"),
         (lambda: erdos_renyi_density((10, 10), -1), "epsilon: expected a finite number, 0 or more"),

@@ -271,8 +271,9 @@ def test_arguments_are_checked_before_training(name):
         if set(wrong) <= set(inspect.signature(kind).parameters):
             with pytest.raises(bs.BlockSparseError, match=message):
                 make(**wrong)
-    with pytest.raises(bs.BlockSparseError, match="modules: expected a model or a list of modules, got an empty list"):
-        kind([], None, **more)
+    for wrong, got in (([], "an empty list"), (torch.tensor(3), "Tensor")):
+        with pytest.raises(bs.BlockSparseError, match=f"modules: expected a model or a list of modules, got {got}"):
+            kind(wrong, None, **more)
 
 
 DENSE = [name for name, (make, _) in METHODS.items() if make is dense and name != "SRSTE"]

@@ -173,6 +173,18 @@ def test_shared_parameters_are_refused():
         bs.sparsity.SET([one, other])
 
 
+@pytest.mark.parametrize("kind", [torch.complex64, torch.int64, "meta", "nan"])
+def test_values_that_init_returns_are_checked(kind):
+    def init(module, shape, generator):
+        if kind == "nan":
+            return torch.full(shape, math.nan)
+        return torch.ones(shape, device="meta") if kind == "meta" else torch.ones(shape, dtype=kind)
+
+    method = bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=init)
+    with pytest.raises(bs.BlockSparseError, match="what init returns: expected finite floating-point values"):
+        method.step()
+
+
 def test_what_init_returns_is_checked():
     method = bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=lambda *_: torch.ones(1))
     with pytest.raises(bs.BlockSparseError, match="what init returns: expected a tensor"):

@@ -67,7 +67,7 @@ class DynamicSparsity(TrainingMethod):
         seed: int = 0,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        if isinstance(modules, Iterable) and not isinstance(modules, nn.Module):
+        if isinstance(modules, Iterable) and not isinstance(modules, nn.Module | Tensor):
             modules = list(modules)
         self.modules = find_modules(modules, skip)
         parameters: set[Tensor] = set()
@@ -198,7 +198,7 @@ def refuse_tensor_parallel_in_ddp(modules: Iterable[BlockSparseModule]) -> None:
 
 def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
     """Return the block-sparse modules in one or several models, by name, without the skipped ones."""
-    is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module)
+    is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module | Tensor)
     roots: list[Any] = [*modules] if is_list else [modules]  # type: ignore[misc]
     if not roots:
         raise BlockSparseError.expected("modules", "a model or a list of modules", "an empty list")
