@@ -26,7 +26,7 @@ ARGUMENTS = [
     (bs.nn.Linear, {"out_features": -3}, "out_features: expected an int, 1 or more, got -3"),
     (bs.nn.Linear, {"out_features": 2.0}, "out_features: expected an int, 1 or more"),
     (bs.nn.Linear, {"in_features": True}, "in_features: expected an int, 1 or more, got True"),
-    (bs.nn.Linear, {"in_features": 10**30}, "grid: expected fewer than 2"),
+    (bs.nn.Linear, {"in_features": 10**30}, "in_features: expected an int, 1 or more and below 2"),
     (bs.nn.Linear, {"block_size": 10**30}, "block_size: expected fewer than 2"),
     (bs.nn.Linear, {"activation": ["relu"]}, "activation: expected one of"),
     (bs.nn.Linear, {"activation": "tanh"}, "activation: expected one of"),

@@ -182,7 +182,7 @@ def beside_ddp():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for method in (bs.sparsity.SET, partial(bs.sparsity.RigL, end=10)):
         assert "fully_shard" in error_of(method, wrapped, optimizer)
-    bs.sparsity.RigL(model, optimizer, end=10, every=1)
+    method = bs.sparsity.RigL(model, optimizer, end=10, every=1)  # it watches while it lives
     assert "fully_shard" in error_of(wrapped, torch.ones(3, 64))
 
 
