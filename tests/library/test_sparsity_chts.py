@@ -112,6 +112,9 @@ def test_large_grids_are_refused(monkeypatch):
         bs.sparsity.CHTs(layer, None, end=10)
     with pytest.raises(bs.BlockSparseError, match="topological growth: expected a grid of 63 blocks at most"):
         bs.sparsity.GradualBlockPruning(layer, None, 0.1, end=10, regrow=0.5, growth="topology")
+    layer.values.requires_grad_(False)
+    with pytest.warns(bs.SparsityWarning, match="while frozen"):  # it is not scored, and so not refused
+        bs.sparsity.CHTs(nn.Sequential(layer, bs.nn.Linear(32, 32, density=0.3, block_size=8)), None, end=10)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

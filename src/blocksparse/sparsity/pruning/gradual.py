@@ -206,8 +206,8 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         if growth not in GROWTHS:
             raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
         if regrow and growth == "topology":
-            for module in self.modules.values():
-                check_places(module.layout)
+            for _, _, weight in self._trained_weights():
+                check_places(weight.layout)
         self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
         self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
         if self.constant_fan_in:

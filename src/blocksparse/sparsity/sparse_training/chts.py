@@ -13,6 +13,7 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...indices import Replacement
 from ...layout import BlockLayout
+from ...ops.checks import without_autocast
 from ...ops.linear import linear, linear_transposed
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
@@ -99,8 +100,8 @@ class CHTs(SET):
             constant_fan_in=constant_fan_in,
             on_layout_change=on_layout_change,
         )
-        for module in self.modules.values():
-            check_places(module.layout)
+        for _, _, weight in self._trained_weights():
+            check_places(weight.layout)
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
@@ -165,7 +166,7 @@ def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tens
     column k counts (D_ij + 1) / (e_ij + 1) where D_ij > 0. Paths over columns count likewise, and both are added.
     """
     scores = torch.empty(layout.grid, dtype=dtype, device="cpu")
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast(scores.device):  # the CPU, wherever the weights are
         for first, paths in _paths_over_rows(layout, dtype):
             scores[first : first + len(paths)] = paths
         for first, paths in _paths_over_rows(layout.T, dtype):

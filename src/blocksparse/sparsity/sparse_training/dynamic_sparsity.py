@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...checked import integer
 from ...errors import BlockSparseError, Page, SparsityWarning
 from ...nn.module import BlockSparseModule
+from ...ops.checks import without_autocast
 from ...surgery.agreement import check_layouts
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, find_skipped
@@ -67,8 +68,8 @@ class DynamicSparsity(TrainingMethod):
         seed: int = 0,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        if isinstance(modules, Iterable) and not isinstance(modules, nn.Module | Tensor):
-            modules = list(modules)
+        if _is_list(modules):
+            modules = list(modules)  # type: ignore[arg-type]
         self.modules = find_modules(modules, skip)
         parameters: set[Tensor] = set()
         self._roots = [modules] if isinstance(modules, nn.Module) else modules
@@ -108,7 +109,9 @@ class DynamicSparsity(TrainingMethod):
             self._reshard()
             for _, name, weight in self._trained_weights():  # before the first layer changes
                 check_optimizer(self.optimizer, weight.parameter, f"{name}.values".lstrip("."))
-            with _without_autocast(self._named_parameters().values()):
+            with ExitStack() as stack:  # norms and gradients are compared in float32
+                for device in {parameter.device for parameter in self._named_parameters().values()}:
+                    stack.enter_context(without_autocast(device))
                 self._change_layouts()
             self._check_agreement()
         return due
@@ -180,15 +183,6 @@ class DynamicSparsity(TrainingMethod):
         self.seed = int(state["seed"])
 
 
-@contextmanager
-def _without_autocast(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Turn autocast off on the devices of these parameters: norms and gradients are compared in float32."""
-    with ExitStack() as stack:
-        for device in {parameter.device.type for parameter in parameters}:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
 def refuse_tensor_parallel_in_ddp(modules: Iterable[BlockSparseModule]) -> None:
     """Raise a BlockSparseError for tensor-parallel weights: their parts change size, buckets of DDP do not."""
     if any(module.part is not None for module in modules):
@@ -198,7 +192,7 @@ def refuse_tensor_parallel_in_ddp(modules: Iterable[BlockSparseModule]) -> None:
 
 def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
     """Return the block-sparse modules in one or several models, by name, without the skipped ones."""
-    is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module | Tensor)
+    is_list = _is_list(modules)
     roots: list[Any] = [*modules] if is_list else [modules]  # type: ignore[misc]
     if not roots:
         raise BlockSparseError.expected("modules", "a model or a list of modules", "an empty list")
@@ -224,3 +218,8 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
     if not chosen:
         raise BlockSparseError("skip leaves no block-sparse weight to change: skip fewer modules")
     return chosen
+
+
+def _is_list(modules: Any) -> bool:
+    """Return whether `modules` are several models; a container module is one."""
+    return isinstance(modules, Iterable) and not isinstance(modules, nn.Module | Tensor)

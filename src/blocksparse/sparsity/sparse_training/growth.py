@@ -67,8 +67,8 @@ def initial_values(
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise BlockSparseError.expected("what init returns", f"a tensor {list(shape)}", got)
         if not values.is_floating_point() or values.is_meta or not values.isfinite().all():
-            values_got = f"{values.dtype} on {values.device}, or inf or nan"
-            raise BlockSparseError.expected("what init returns", "finite floating-point values", values_got)
+            found = f"{values.dtype} on {values.device}, or inf or nan"
+            raise BlockSparseError.expected("what init returns", "finite floating-point values", found)
         values = values[torch.from_numpy(positions)]
     if (used := weight.used) is not None:
         height, width = weight.layout.block_shape
