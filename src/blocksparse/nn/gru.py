@@ -23,7 +23,10 @@ class HiddenOnly(Recurrent):
         if not isinstance(hx, Tensor | None):
             raise BlockSparseError.expected("hx", "a tensor, the initial h", type(hx).__name__)
         # The base class has a state c, which no step changes.
-        y, (h, _) = super().forward(input, None if hx is None else (hx, hx), table=table)
+        states = None if hx is None else (hx, hx)
+        if table is None and (result := self._fast_inference(input, states)) is not None:
+            return result[:2]
+        y, (h, _) = super().forward(input, states, table=table)
         return y, h
 
     def _run(
@@ -41,11 +44,6 @@ class HiddenOnly(Recurrent):
         tensors = gather_rows(of_inputs, index), h, weight, biases[1]
         # Graphs have no op for it.
         return *(recurrence.definition(*tensors) if isinstance(steps, Times) else scan(recurrence, *tensors)), c
-
-    @property
-    def _kind(self) -> str:
-        """The name of the step in the compiled core: "gru", "tanh" or "relu"."""
-        raise NotImplementedError
 
 
 class GRU(HiddenOnly):
@@ -106,7 +104,7 @@ class RNN(HiddenOnly):
     gates = 1
 
     @property
-    def _kind(self) -> str:
+    def _kind(self) -> str:  # type: ignore[override]
         return self.nonlinearity
 
     def __init__(

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..layout import BlockLayout
 from ..ops import recurrent
-from ..ops.recurrent import Steps, cpu, scan
-from ..ops.registry import can_bypass_dispatcher, needs_grad
+from ..ops.recurrent import Steps, scan
+from ..ops.registry import needs_grad
 from .module import Weight
 from .padding import pad
 from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, to_dtype
@@ -56,6 +56,8 @@ class LSTM(Recurrent):
     Block-Sparse Weights (2017).
     """
 
+    _kind = "lstm"
+
     def __init__(
         self,
         input_size: int,
@@ -82,9 +84,11 @@ class LSTM(Recurrent):
         These are one call of the compiled core per layer in inference, PyTorch's LSTM for dense weights, or the general
         forward pass.
         """
-        result = self._fast_inference(input, hx) if table is None else None
-        if result is not None:
-            return result
+        if table is None:
+            check_states(hx)
+            if (result := self._fast_inference(input, hx)) is not None:
+                y, h, c = result
+                return y, (h, to_dtype(c, y.dtype if hx is None else hx[1].dtype))
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._uses_torch_kernels(x, hx):
             return super().forward(input, hx, table=table)
@@ -101,37 +105,6 @@ class LSTM(Recurrent):
                 rows.view(times.number, times.batch, self.input_size), state, weights, *options, False
             )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
-
-    def _fast_inference(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
-        """Run all steps in inference on the CPU, or return None if the call needs the general forward pass.
-
-        For one step, the general pass takes longer than the products of a thousand units.
-        """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 3:
-            return None
-        steps, batch = x.shape[1::-1] if self.batch_first else x.shape[:2]
-        padded = self._hidden.padded != self.hidden_size
-        if x.numel() == 0 or (self.batch_first and steps > 1) or (self.dropout and self.training):
-            return None
-        if padded or self.bidirectional or self.proj_size:
-            return None
-        check_states(hx)
-        tensors, layers = [x, *(hx or ())], []
-        for layer in range(self.num_layers):
-            suffix = self._suffix(layer, 0)
-            (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
-            if input_layout is None or layout is None:
-                return None
-            biases = [getattr(self, name + suffix) for name in ("bias_ih", "bias_hh")] if self.bias else []
-            layers.append((input_weight, input_layout, biases, weight, layout))
-            tensors += [input_weight, weight, *biases]
-        if not can_bypass_dispatcher(*tensors, plain_call=True):
-            return None
-        result = cpu.lstm_fast(x, *self._initial_states(hx, batch, x, x), layers)
-        if result is None:
-            return None
-        y, h, c = result
-        return y, (h, to_dtype(c, x.dtype if hx is None else hx[1].dtype))
 
     def _uses_torch_kernels(self, x: Tensor, hx: State | None) -> bool:
         """Return whether PyTorch's kernels are faster, for dense weights: cuDNN on a GPU, oneDNN in inference."""

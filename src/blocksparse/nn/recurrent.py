@@ -16,7 +16,7 @@ from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast, check_rows_of_table
-from ..ops.recurrent import Steps, Times
+from ..ops.recurrent import Steps, Times, cpu
 from ..ops.registry import can_bypass_dispatcher
 from .layout_module import LayoutModule
 from .multi_weight import MultiWeightModule, Size
@@ -44,6 +44,8 @@ class Recurrent(MultiWeightModule):
     gates = 4
     """The number of stacked parts of each weight."""
     proj_size = 0
+    _kind: str
+    """The name of the step in the compiled core: "lstm", "gru", "tanh" or "relu"."""
     _proj_layout: BlockLayout | None = None
 
     def __init__(
@@ -210,6 +212,33 @@ class Recurrent(MultiWeightModule):
         else:
             h, c = (torch.stack(states) for states in zip(*finals, strict=True))
         return restore(data, h, to_dtype(c, data.dtype if hx is None else hx[1].dtype))
+
+    def _fast_inference(self, x: Any, hx: State | None) -> tuple[Tensor, Tensor, Any] | None:
+        """Return y, h and c (None without a c) in inference on the CPU; None if the call needs the general pass.
+
+        For one step, the general pass takes longer than the products of a thousand units.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 3:
+            return None
+        steps, batch = x.shape[1::-1] if self.batch_first else x.shape[:2]
+        padded = self._hidden.padded != self.hidden_size
+        if x.numel() == 0 or (self.batch_first and steps > 1) or (self.dropout and self.training):
+            return None
+        if padded or self.bidirectional or self.proj_size:
+            return None
+        tensors, layers = [x, *(hx or ())], []
+        for layer in range(self.num_layers):
+            suffix = self._suffix(layer, 0)
+            (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
+            if input_layout is None or layout is None:
+                return None
+            biases = [getattr(self, name + suffix) for name in ("bias_ih", "bias_hh")] if self.bias else []
+            layers.append((input_weight, input_layout, biases, weight, layout))
+            tensors += [input_weight, weight, *biases]
+        if not can_bypass_dispatcher(*tensors, plain_call=True):
+            return None
+        h, c = self._initial_states(hx, batch, x, x)
+        return cpu.recurrence_fast(self._kind, x, h, c if self._kind == "lstm" else None, layers)
 
     def _dropout_between_layers(self, y: Tensor) -> Tensor:
         """Return the outputs of a layer that is not the last, after dropout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,44 +102,59 @@ def hidden_forward(
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
 
 
-def lstm_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return y and the states of a usual call of stacked LSTMs without gradients; None if only `forward` can run it.
+def recurrence_fast(
+    kind: str, x: Tensor, h: Tensor, c: Tensor | None, layers: Sequence[Layer]
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return y and the states of a usual call of stacked layers without gradients; None if this path does not apply.
 
     `linear.cpu.linear_fast` computes the products of the inputs.
 
     Args:
+        kind: "lstm", "gru", "tanh" or "relu".
         x: `[steps, batch, input]`; if there is one step, the first two axes may be swapped. y has the same axes.
-        h, c: the states `[layers, batch, hidden]`, which are not changed.
+        h, c: the states `[layers, batch, hidden]`, which are not changed. Only LSTMs have c.
         layers: for each layer V and its layout, the biases, W and its layout.
     """
     shape, dtype = h.shape, x.dtype
     _, batch, hidden = shape
-    if not (address_or_zero(h, shape, dtype) and address_or_zero(c, shape, SUM_DTYPES.get(dtype, dtype))):
+    gates = {"lstm": 4, "gru": 3}.get(kind, 1)
+    if not address_or_zero(h, shape, dtype):
         return None
+    h, h_size = h.clone(), batch * hidden * h.element_size()
+    c_final = c_size = 0
+    if c is not None:
+        if not address_or_zero(c, shape, SUM_DTYPES.get(dtype, dtype)):
+            return None
+        c, c_size = c.clone(), batch * hidden * c.element_size()
+        c_final = c.data_ptr()
     core, isa, _ = cpu_core.arguments()
-    h, c = h.clone(), c.clone()
-    rows, of_h, of_c = x.numel() // x.shape[-1], batch * hidden * h.element_size(), batch * hidden * c.element_size()
-    h_final, c_final, step = h.data_ptr(), c.data_ptr(), _starts(tuple(range(0, rows + 1, batch)))
-    z = working_memory(4 * batch * hidden * x.element_size())
+    rows, h_final = x.numel() // x.shape[-1], h.data_ptr()
+    step, z = _starts(tuple(range(0, rows + 1, batch))), working_memory(gates * batch * hidden * x.element_size())
     y = x
     for input_values, input_layout, biases, values, layout in layers:
         values = values.data  # as in `linear`
-        address, tasks = (
-            address_or_zero(values, layout.values_shape, dtype),
-            layout._derived.get(("linear tasks", False)),
-        )
-        bias = torch.add(*biases) if biases else None
-        pre = linear_fast(y, input_values, bias, input_layout, False, None) if address and tasks else None
-        if pre is None or pre.numel() != 4 * rows * hidden:
+        address = address_or_zero(values, layout.values_shape, dtype)
+        tasks = layout._derived.get(("linear tasks", False))
+        bias, state_bias = biases or (None, None)
+        if c is not None and bias is not None:
+            bias = torch.add(*biases)
+        bias_address = 0 if state_bias is None else address_or_zero(state_bias, (gates * hidden,), dtype)
+        if not address or not tasks or (state_bias is not None and not bias_address):
+            return None
+        pre = linear_fast(y, input_values, bias, input_layout, False, None)
+        if pre is None or pre.numel() != gates * rows * hidden:
             return None
         y, y_address = cpu_core.allocate((*x.shape[:-1], hidden), x)
-        core.lstm_forward(
-            isa=isa, dtype=cpu_core.DTYPES[dtype], rows=rows, hidden=hidden, step=step, reverse=False,
-            weights=[(address, tasks)], z=z.data_ptr(), pre=(pre.data_ptr(), 4 * hidden), index=0, gates=(0, 0),
-            h_before=(0, 0), h_after=(y_address, hidden), h_final=h_final,
-            c_before=(0, 0), c_after=(0, 0), c_final=c_final,
-        )  # fmt: skip
-        h_final, c_final = h_final + of_h, c_final + of_c
+        arguments: dict[str, Any] = {
+            "isa": isa, "dtype": cpu_core.DTYPES[dtype], "rows": rows, "hidden": hidden, "step": step, "reverse": False,
+            "weights": [(address, tasks)], "z": z.data_ptr(), "pre": (pre.data_ptr(), gates * hidden), "index": 0,
+            "h_before": (0, 0), "h_after": (y_address, hidden), "h_final": h_final,
+        }  # fmt: skip
+        if c is None:
+            core.hidden_forward(kind=kind, bias=bias_address, **arguments)
+        else:
+            core.lstm_forward(gates=(0, 0), c_before=(0, 0), c_after=(0, 0), c_final=c_final, **arguments)
+        h_final, c_final = h_final + h_size, c_final + c_size
     return y, h, c
 
 

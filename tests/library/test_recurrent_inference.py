@@ -1,6 +1,8 @@
-"""The fast path of an LSTM in inference gives the results of the general one, from the weights as they are now."""
+"""In inference, the fast path of a recurrent layer gives the results of the general one, from its present weights."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -25,10 +27,10 @@ MODULES = {
 SEQUENCES = [1, 3, 32]
 
 
-def of(options=None, batch=3, steps=1):
+def of(options=None, batch=3, steps=1, layer=bs.nn.LSTM):
     """Return a module, its input, and initial states."""
     torch.manual_seed(0)
-    module = bs.nn.LSTM(INPUT, HIDDEN, density=0.5, block_size=16, **(options or {})).eval()
+    module = layer(INPUT, HIDDEN, density=0.5, block_size=16, **(options or {})).eval()
     dtype = module.bias_ih_l0.dtype if module.bias else torch.float32
     x = torch.randn(batch, steps, INPUT) if module.batch_first else torch.randn(steps, batch, INPUT)
     states = [torch.randn(module.num_layers, batch, HIDDEN) for _ in range(2)]
@@ -65,6 +67,25 @@ def test_the_same_bits_as_the_long_way(options, batch, steps):
     wide = c if c.dtype == torch.float64 else c.float()
     check(module, x, (h, wide), short)
     check(module, x, [h, c], short)  # cast first where they are of 16 bits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("batch", SEQUENCES)
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("layer", [bs.nn.GRU, bs.nn.RNN, partial(bs.nn.RNN, nonlinearity="relu")])
+def test_layers_without_a_state_c(layer, options, batch, steps):
+    module, x, (h, _) = of(options, batch, steps, layer)
+    module(x)  # plans the products
+    for hx in (None, h):
+        states, before = None if hx is None else (hx, hx), h.clone()
+        y, (final, _) = Recurrent.forward(module, x, states)
+        fast = module._fast_inference(x, states)
+        assert (fast is not None) == (steps == 1 or not module.batch_first)
+        for mine, wanted in zip(module(x, hx), (y, final), strict=True):
+            assert torch.equal(mine, wanted)
+            assert (mine.dtype, mine.is_contiguous()) == (wanted.dtype, wanted.is_contiguous())
+        assert torch.equal(h, before)
 
 
 @pytest.mark.parametrize("steps", [5, 12])  # 12 steps transpose the blocks of the state's weight once
