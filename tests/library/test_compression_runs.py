@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import blocksparse as bs
+from blocksparse import checkpoint
 from blocksparse.compression import stages, training
 from blocksparse.surgery.tied import tie, untie_output_layers
 from compressed import Classifier, labelled, options, take_all_as_faster, trained, weights_of
@@ -78,9 +79,9 @@ def test_a_folder_of_another_teacher_or_options_is_refused(tmp_path):
 def test_a_folder_of_a_run_without_a_checksum_of_the_data_is_resumed(tmp_path):
     data, model = labelled(128), Classifier().eval()
     bs.compress(model, data, **options(folder=tmp_path))
-    tensors, about = stages.checkpoint.load(tmp_path / "best.safetensors")
+    tensors, about = checkpoint.load(tmp_path / "best.safetensors")
     about["compress"] = {name: about["compress"][name] for name in ("density", "block_size", "model")}
-    stages.checkpoint.save(tmp_path / "best.safetensors", tensors, about)
+    checkpoint.save(tmp_path / "best.safetensors", tensors, about)
     resumed = bs.compress(model, data, **options(folder=tmp_path))
     assert resumed.curve[0].minutes == about["curve"][0]["minutes"], "the dense model is not measured again"
 
@@ -91,7 +92,7 @@ def test_an_unknown_module_to_skip_is_refused_with_a_folder(tmp_path):
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):
-    stages.checkpoint.save(tmp_path / "best.safetensors", {}, {"step": 3})
+    checkpoint.save(tmp_path / "best.safetensors", {}, {"step": 3})
     with pytest.raises(bs.BlockSparseError, match=r"folder: expected no other best.safetensors \(use another folder"):
         bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
 
@@ -106,7 +107,7 @@ def test_a_curve_of_another_program_is_not_overwritten(tmp_path, content):
 
 def die_after_saves(count, model, data, folder):
     calls = itertools.count(1)
-    stages.keep_faster, save = (lambda model, plan, example: plan), stages.checkpoint.save
+    stages.keep_faster, save = (lambda model, plan, example: plan), checkpoint.save
     stages.densify_slower = lambda model, example, skip: (model, {})
 
     def save_and_die(*args):
@@ -114,7 +115,7 @@ def die_after_saves(count, model, data, folder):
         if next(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    stages.checkpoint.save = save_and_die
+    checkpoint.save = save_and_die
     bs.compress(model, data, **options(folder=folder))
 
 
@@ -127,7 +128,7 @@ def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, poi
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    _, saved = stages.checkpoint.load(tmp_path / "best.safetensors")
+    _, saved = checkpoint.load(tmp_path / "best.safetensors")
     assert saved["stage"] == stage
     result = bs.compress(model, data, **options(folder=tmp_path))
     assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
@@ -139,7 +140,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
     def save(path, tensors, about):
         raise bs.BlockSparseError(f"{path}: no space left")
 
-    monkeypatch.setattr(stages.checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "save", save)
     with pytest.warns(bs.SparsityWarning, match="no space left") as warned:
         result = bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
     assert len(warned) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from .. import checkpoint
 from ..checked import integer, number, positive_fraction
 from ..conversion.speed import Example
 from ..errors import BlockSparseError
-from ..files import writable_folder
 from ..sparsity.calibration.calibrate import Batches
 from ..sparsity.distillation import Distillation
 from ..sparsity.feature_order import reorder_features
@@ -22,7 +20,8 @@ from ..surgery.tied import tied_names, untie_output_layers
 from .batches import BatchReader, Data, Loss
 from .measures import check_parameters, first_example
 from .result import CompressionResult
-from .stages import CompressionRun, Evaluate, check_curve
+from .run_folder import RunFolder
+from .stages import CompressionRun, Evaluate
 from .training import Budget, Training
 
 DEFAULT_MINUTES = 10.0
@@ -117,18 +116,15 @@ def compress(
     if teacher is not None:
         teacher = unwrapped_model(teacher, "teacher")
         check_parameters("teacher", teacher)
-    output_folder = None if folder is None else writable_folder("folder", folder)
-    if output_folder is not None:
-        check_curve(output_folder)
+    run_folder = None if folder is None else RunFolder(folder)
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
     reader.check_labels([*read.train, *read.held_out])
     example = first_example(reader, read) if example is None else example
     skip = skip_by_name(model, skip)
-    settings: dict[str, Any] = {}
-    if output_folder is not None:
-        settings = {
+    if run_folder is not None:
+        run_folder.settings = {
             "density": density,
             "block_size": list(block_size) if isinstance(block_size, tuple | list) else block_size,
             "skip": sorted(map(str, [skip] if isinstance(skip, str | nn.Module) else skip)),
@@ -154,9 +150,8 @@ def compress(
         block_size=block_size,
         example=example,
         evaluate=evaluate,
-        folder=output_folder,
+        folder=run_folder,
         untied=untied,
-        settings=settings,
     )
     run.training.check()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # timings and dropout draw random numbers

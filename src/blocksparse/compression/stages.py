@@ -6,15 +6,13 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import checkpoint
 from ..conversion.load import load_sparsified
 from ..conversion.selection import Plan
 from ..conversion.sparsify import (
@@ -36,6 +34,7 @@ from ..surgery.tied import forget_ties, tie, tied_names
 from .candidates import Candidate, OneShot, score
 from .measures import SpeedUps, calls_weights, dense_size, density_of, sparse_modules
 from .result import CompressionResult, Point
+from .run_folder import RunFolder
 from .saliency import block_saliency
 from .schedule import stage_densities, stage_ends
 from .training import RATE_SHARE, Drop, Training, copy_state
@@ -57,12 +56,6 @@ DOUBTFUL = 0.9
 # Blocks are dropped in this number of steps per stage.
 DROPS = 8
 
-# The file of a folder: the best model so far, with the state of the run.
-BEST = "best.safetensors"
-
-# The file of its curve.
-CURVE = "curve.json"
-
 Evaluate = Callable[[nn.Module], float]
 
 
@@ -81,9 +74,8 @@ class CompressionRun:
     block_size: int | tuple[int, int]
     example: Example
     evaluate: Evaluate | None
-    folder: Path | None
+    folder: RunFolder | None
     untied: dict[str, str]  # names of output layers' weights that were those of embeddings, and the embeddings' names
-    settings: dict[str, Any]  # options and checksums that a run has to share with the one in the folder, to resume it
 
     def __post_init__(self) -> None:
         self.curve: list[Point] = []
@@ -92,7 +84,6 @@ class CompressionRun:
         self.full_parameters = 0  # of weights that stay dense because they keep all, or most, of their blocks
         self.calibration: list[Any] | None = None  # to fit weights on, unless the model calls none of their layers
         self.sparse_before = sparse_modules(self.dense_model)
-        self.is_disk_full = False
         self.stage, self.speedup, self.steps_before = 0, 0.0, 0
         self.speedups = SpeedUps(self.dense_model, self.example)
         self.best_of_stage: Candidate | None = None
@@ -396,8 +387,7 @@ class CompressionRun:
             module.training = modes.get(name, module.training)
         self.student.zero_grad()
         if self.folder is not None:
-            path, text = self.folder / CURVE, checkpoint.as_json({"curve": self._curve()})
-            self._write(lambda: checkpoint.write_text(path, text))
+            self.folder.save_curve(self.curve)
         is_busy = self.speedups.is_busy
         return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example, is_busy)
 
@@ -425,78 +415,31 @@ class CompressionRun:
 
     # -- files ------------------------------------------------------------------------------------------------
 
-    def _curve(self) -> list[dict[str, Any]]:
-        """Return the curve in a form that JSON can express."""
-        return [asdict(point) for point in self.curve]
-
     def _save(self, best: Candidate, stage: int) -> None:
         """Write the best model so far and the state to resume from, which continues in a stage."""
         if self.folder is None:
             return
-        path, budget = self.folder / BEST, self.training.budget
-        about = {
-            "compress": self.settings,
-            "stage": stage,
-            "minutes": budget.elapsed,
-            "steps": budget.spent_steps,
-            "dense": self.dense_reasons,
-            "curve": self._curve(),
-            "best": asdict(best.point),
-        }
-        self._write(lambda: checkpoint.save(path, best.state, about))
-
-    def _write(self, write: Callable[[], None]) -> None:
-        """Write a file. If that fails, warn once and continue, because the result is returned anyway."""
-        try:
-            write()
-        except BlockSparseError as error:
-            if not self.is_disk_full:
-                warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=6)
-            self.is_disk_full = True
-
-    def _check_settings(self, stored: Any) -> None:
-        """Raise a BlockSparseError unless a run with the stored settings may be resumed; older ones are fewer."""
-        if not isinstance(stored, dict) or "model" not in stored:
-            raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.folder}")
-        different = [name for name, value in self.settings.items() if stored.get(name, value) != value]
-        if different == ["data"]:
-            note = "which had other data (as randomly augmented data are)"
-            warnings.warn(f"compress: resuming the run in {self.folder}, {note}", SparsityWarning, stacklevel=6)
-        elif different:
-            mine, others = (", ".join(f"{name} {of[name]}" for name in different) for of in (self.settings, stored))
-            hint = "pass these to resume that run, or use another folder; models and data are named by checksums"
-            raise BlockSparseError.expected("folder", f"a run with {mine}", f"{self.folder} with {others} ({hint})")
+        budget = self.training.budget
+        about = {"stage": stage, "minutes": budget.elapsed, "steps": budget.spent_steps, "dense": self.dense_reasons}
+        self.folder.save(best, self.curve, about)
 
     def _resume(self) -> bool:
         """Load the best model of the folder and the state of its run; return whether there was one."""
-        if self.folder is None or not (self.folder / BEST).is_file():
+        saved = None if self.folder is None else self.folder.load()
+        if saved is None:
             return False
-        state, about = checkpoint.load(self.folder / BEST)
-        self._check_settings(about.get("compress"))
-        self._tie_others([name for name in self.untied if name not in state])
-        self.training.student = load_sparsified(self.student, state)
+        best, self.curve, about = saved
+        self._tie_others([name for name in self.untied if name not in best.state])
+        self.training.student = load_sparsified(self.student, best.state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
         self._count_full_weights()
         self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
-        self.curve, point = [Point(**each) for each in about["curve"]], Point(**about["best"])
         self.training.forget_targets()
+        point = best.point
         if (point.metric is None) != (self.evaluate is None):
             point = replace(point, metric=self._metric())
         self.best_of_stage = Candidate(copy_state(self.student), point)
         return True
-
-
-def check_curve(folder: Path) -> None:
-    """Raise a BlockSparseError if a folder has a curve.json that is not of a run, as it would be overwritten."""
-    path = folder / CURVE
-    if not path.exists():
-        return
-    try:
-        for point in checkpoint.read_json(path)["curve"]:
-            Point(**point)
-    except (BlockSparseError, KeyError, TypeError) as error:
-        expected = f"no {CURVE} of another program, which would be overwritten (use another folder)"
-        raise BlockSparseError.expected("folder", expected, path) from error
 
 
 @contextmanager
