@@ -473,7 +473,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with fashion_mnist, cifar-10-batches-py, aclImdb and text")
     parser.add_argument("--net", choices=tuple(TASKS), required=True, help="the net")
     parser.add_argument("--density", type=float, default=0.15, help="fraction of parameters to keep")
-    parser.add_argument("--block-size", type=int, default=32, help="rows and columns of a block")
+    parser.add_argument("--block-size", type=int, default=16, help="rows and columns of a block")
     parser.add_argument("--steps", type=int, default=600, help="training steps of compress")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--ways", default=",".join(WAYS), help="names of ways, separated by commas")

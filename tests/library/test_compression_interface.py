@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.compression import LayerShare, Point, Tradeoff, stages, training
+from blocksparse.compression import LayerShare, Point, Tradeoff, measures, stages, training
 from blocksparse.compression import tradeoff as tradeoff_function
 from blocksparse.compression.batches import BatchReader
 from blocksparse.compression.one_shot import fit_at_densities
@@ -318,3 +318,15 @@ def test_many_layers_fit_into_80_columns(tmp_path, name):
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "tradeoff.png")
     assert (tmp_path / "tradeoff.png").is_file()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 32), (torch.float64, 32)])
+def test_the_size_of_blocks_by_default(dtype, size):
+    assert measures.default_block_size(nn.Linear(8, 8, dtype=dtype)) == size
+    assert measures.default_block_size(nn.Linear(8, 8, dtype=dtype, device="meta")) == 32
+
+
+def test_a_float32_model_gets_blocks_of_16():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).eval()
+    result = bs.compress(model, torch.randn(64, 64).split(16), 0.25, steps=2)
+    assert result.model[0].layout.block_shape == (16, 16)

@@ -37,6 +37,12 @@ def check_parameters(argument: str, model: nn.Module) -> None:
             raise BlockSparseError.expected(argument, expected, f"inf or nan in {name}")
 
 
+def default_block_size(model: nn.Module) -> int:
+    """Return 16 for float32 parameters on a CPU, where it keeps more accuracy at nearly the same speed, and else 32."""
+    parameters = model.parameters()
+    return 16 if any(each.dtype == torch.float32 and each.device.type == "cpu" for each in parameters) else 32
+
+
 def first_example(reader: BatchReader, data: Data) -> Example:
     """Return the model's arguments from the first held-out batch, to time calls with."""
     args, kwargs = reader.arguments(data.held_out[0])

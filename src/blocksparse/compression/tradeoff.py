@@ -31,7 +31,7 @@ from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from ..surgery.tied import untie_output_layers
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
-from .measures import SpeedUps, calls_weights, check_parameters, density_of, sparse_modules
+from .measures import SpeedUps, calls_weights, check_parameters, default_block_size, density_of, sparse_modules
 from .one_shot import fit_at_densities
 from .result import Point, curve_table, draw_curve
 
@@ -187,7 +187,7 @@ def tradeoff(
     example: Example | None = None,
     *,
     densities: Sequence[float] = (0.5, 0.25, 0.1),
-    block_size: int | tuple[int, int] = 32,
+    block_size: int | tuple[int, int] | None = None,
     skip: Skip = (),
 ) -> Tradeoff:
     """Measure speed and agreement with the dense model at several densities, without training.
@@ -202,7 +202,7 @@ def tradeoff(
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch, or as many of its
             samples as run in half a second.
         densities: the densities to try, 0.5, 0.25 and 0.1 by default.
-        block_size: an int or (rows, columns), 32 by default.
+        block_size: an int or (rows, columns); by default 16 for float32 on CPUs, and 32 otherwise.
         skip: modules, names or shell patterns of weights that stay dense.
 
     Raises:
@@ -222,6 +222,7 @@ def tradeoff(
     begin = time.monotonic()
     model = unwrapped_model(model)
     check_parameters("model", model)
+    block_size = default_block_size(model) if block_size is None else block_size
     skip, model = skip_by_name(model, skip), copy_model(model)
     untie_output_layers(model)
     read = Data.read(data)

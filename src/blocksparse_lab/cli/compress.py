@@ -23,7 +23,9 @@ def compress(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint and the curve; resumes an interrupted call.")],
     density: Annotated[float, typer.Option(help="Fraction of the parameters that the pruned weights keep.")] = 0.1,
-    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows and columns of a block; 16 or 32 by default.", show_default=False)
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="Time to use; by default 10.", show_default=False)] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
     data: Annotated[str | None, typer.Option(help="Name or file of the data, if it is not the run's.")] = None,
