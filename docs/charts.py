@@ -1,4 +1,4 @@
-"""The directives `speed-chart` and `dots`: charts of committed results, drawn as SVG while the site is built.
+"""The directives `speed-chart`, `dots` and `kept-chart`: charts of committed results, drawn as SVG with the site.
 
 `dots` shows one figure for several networks, with its standard deviation. It names a result as `results` does, and
 either one row and several columns, or several rows and one column:
@@ -8,6 +8,15 @@ either one row and several columns, or several rows and one column:
 :axis: bits per character, lower is better
 :columns: dense | small-world | random
 bits per character, held out
+```
+
+`kept-chart` shows how much of dense accuracy each way to a faster network keeps, with one line for each result of
+`benchmarks/compress.py`:
+
+```{kept-chart}
+:title: What is left of the dense network's accuracy
+compress-mlp | MLP
+compress-vit | vision transformer
 ```
 """
 
@@ -207,7 +216,67 @@ class Dots(Chart):
         return drawing(self.options["title"], bottom + 50, shapes)
 
 
+# -- accuracy after compression ----------------------------------------------------------------------------------------
+
+
+class KeptChart(Chart):
+    """Mean accuracy of each way as a percentage of the dense network's; for bits, dense bits over the way's."""
+
+    WAYS: ClassVar = {"compress": "s1", "smaller dense": "s0", "gradual": "s2", "scratch": "s3"}
+    NAMES: ClassVar = {"smaller dense": "smaller dense net", "gradual": "gradual pruning", "scratch": "from scratch"}
+    LOWEST, HIGHEST = 40.0, 104.0  # others are drawn at these ends
+
+    has_content = True
+    option_spec: ClassVar = {"title": directives.unchanged}
+
+    def svg(self) -> str:
+        rows = [[part.strip() for part in each.split("|")] for each in self.content]
+        bottom = 70.0 + 32 * len(rows)
+        low, high, ends = self.LOWEST, self.HIGHEST, (LEFT, WIDTH - 70)
+
+        def x(value: float) -> float:
+            return ends[0] + (ends[1] - ends[0]) * (min(max(value, low), high) - low) / (high - low)
+
+        shapes, at = [text(WIDTH, 43, "speed-up", "note", "end")], 150.0
+        for way, kind in self.WAYS.items():
+            name = self.NAMES.get(way, way)
+            shapes += [f'<circle cx="{at:.1f}" cy="38" r="5" class="{kind}"/>', text(at + 9, 43, name, "note")]
+            at += 7.2 * len(name) + 26
+        for tick in range(int(low), 101, 10):
+            shapes.append(line(x(tick), 56, x(tick), bottom, "even" if tick == 100 else "grid"))
+            shapes.append(text(x(tick), bottom + 18, f"{tick}", "note", "middle"))
+        axis = "percent of the dense network's accuracy (for text, dense bits / bits)"
+        shapes.append(text((ends[0] + ends[1]) / 2, bottom + 40, axis, "note", "middle"))
+        for nth, (result, name) in enumerate(rows):
+            y, kept, speed = 78 + 32 * nth, *kept_accuracy(result)
+            shapes += [text(LEFT - 12, y + 5, name, "name", "end"), text(WIDTH, y + 5, f"{speed:.2g}x", "", "end")]
+            for way in reversed(self.WAYS):  # compress is drawn last
+                if way in kept:
+                    radius = 7 if way == "compress" else 5
+                    shapes.append(f'<circle cx="{x(kept[way]):.1f}" cy="{y}" r="{radius}" class="{self.WAYS[way]}"/>')
+        return drawing(self.options["title"], bottom + 50, shapes)
+
+
+def kept_accuracy(name: str) -> tuple[dict[str, float], float]:
+    """Return the percentage of dense accuracy that each way keeps, and how many times as fast `compress` gets.
+
+    >>> kept, speed = kept_accuracy("compress-mlp")
+    >>> 98 < kept["compress"] < 100, speed > 5
+    (True, True)
+    """
+    result = json.loads((SPEEDS / f"{name}.json").read_text())
+    of, dense, in_bits = result["outcomes"], result["dense"], "bits" in result["unit"]
+    means = {}
+    for way in set(of["way"]):
+        metrics = [metric for each, metric in zip(of["way"], of["metric"], strict=True) if each == way]
+        mean = sum(metrics) / len(metrics)
+        means[way] = 100 * (dense / mean if in_bits else mean / dense)
+    speeds = [speed for each, speed in zip(of["way"], of["speedup"], strict=True) if each == "compress"]
+    return means, sum(speeds) / len(speeds)
+
+
 def setup(app):
+    app.add_directive("kept-chart", KeptChart)
     app.add_directive("speed-chart", SpeedChart)
     app.add_directive("dots", Dots)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
