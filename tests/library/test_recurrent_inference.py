@@ -262,6 +262,15 @@ def test_modules_without_a_short_way(options):
     assert h.shape[1] == c.shape[1] == 3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [bs.nn.LSTM, bs.nn.GRU, bs.nn.RNN])
+def test_an_input_with_features_in_the_padding_is_refused(layer):
+    module = layer(20, HIDDEN, density=0.5, block_size=16).eval()
+    module(torch.randn(1, 3, 20))  # the first call takes the long way
+    with pytest.raises(bs.BlockSparseError, match="steps, batch, 20"):
+        module(torch.randn(1, 3, 32))
+
+
 def test_calls_without_a_short_way():
     module, x, hx = of({"num_layers": 2, "dropout": 0.5})
     assert module._fast_inference(x, hx) is None  # gradients

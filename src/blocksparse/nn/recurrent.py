@@ -222,9 +222,9 @@ class Recurrent(MultiWeightModule):
             return None
         steps, batch = x.shape[1::-1] if self.batch_first else x.shape[:2]
         padded = self._hidden.padded != self.hidden_size
-        if x.numel() == 0 or (self.batch_first and steps > 1) or (self.dropout and self.training):
+        if x.numel() == 0 or x.shape[2] != self.input_size or (self.batch_first and steps > 1):
             return None
-        if padded or self.bidirectional or self.proj_size:
+        if padded or self.bidirectional or self.proj_size or (self.dropout and self.training):
             return None
         tensors, layers = [x, *(hx or ())], []
         for layer in range(self.num_layers):
