@@ -48,9 +48,12 @@ def first_existing(name: str, folder: Any, *candidates: str) -> Path:
 def path_of(name: str, value: Any) -> Path:
     """Return the argument `name` as a path, or raise a BlockSparseError if it is not one."""
     try:
-        return Path(value)
+        path = Path(value)
     except TypeError as error:
         raise BlockSparseError.expected(name, "a path", repr(value)) from error
+    if "\0" in str(path):
+        raise BlockSparseError.expected(name, "a path", repr(value))
+    return path
 
 
 def writable_folder(name: str, value: Any) -> Path:

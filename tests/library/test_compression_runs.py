@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -97,7 +98,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
         bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
 
 
-@pytest.mark.parametrize("content", ['{"curve": [{"x": 1}]}', '{"points": []}', "[1, 2]", "no JSON"])
+@pytest.mark.parametrize("content", ['{"curve": [{"x": 1}]}', '{"points": []}', '{"curve": []}', "[1, 2]", "no JSON"])
 def test_a_curve_of_another_program_is_not_overwritten(tmp_path, content):
     (tmp_path / "curve.json").write_text(content)
     with pytest.raises(bs.BlockSparseError, match=r"folder: expected no curve\.json .*\(use another folder"):
@@ -120,7 +121,7 @@ def die_after_saves(count, model, data, folder):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-@pytest.mark.parametrize(("saves", "stage", "points"), [(1, 1, 2), (2, 0, 3)], ids=["fitted", "first stage"])
+@pytest.mark.parametrize(("saves", "stage", "points"), [(1, 1, 2), (3, 0, 3)], ids=["fitted", "first stage"])
 def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, points):
     data = labelled(128)
     model = trained(Classifier(), data)
@@ -134,6 +135,49 @@ def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, poi
     assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
     assert len(result.curve) == points
     assert result.density <= 0.26
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+def test_a_resumed_run_still_returns_the_fit_if_it_is_better(tmp_path):
+    data = labelled(128)
+    model = trained(Classifier(), data)
+    process = CONTEXT.Process(target=die_after_saves, args=(3, model, data, tmp_path))
+    process.start()
+    process.join()
+    fit, about = checkpoint.load(tmp_path / "fit.safetensors")
+    about["point"]["loss"] = -1.0  # better than all others
+    checkpoint.save(tmp_path / "fit.safetensors", fit, about)
+    result = bs.compress(model, data, **options(folder=tmp_path))
+    assert result.curve[-1].loss == -1
+    state = result.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in fit.items())
+
+
+def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    other = tmp_path / "other"
+    bs.compress(Classifier().eval(), data, **options(folder=other))
+    written = (other / "best.safetensors").read_bytes()
+    calls = itertools.count()
+
+    def evaluate(_):
+        if next(calls) == 2:  # the first run has saved a model
+            os.replace(other / "best.safetensors", tmp_path / "best.safetensors")
+        return 0.0
+
+    with pytest.warns(bs.SparsityWarning, match="expected no other run that writes to it") as warned:
+        bs.compress(model, data, **options(folder=tmp_path, evaluate=evaluate))
+    assert len(warned) == 1
+    assert (tmp_path / "best.safetensors").read_bytes() == written
+
+
+def test_settings_of_equal_meaning_resume_a_run(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    size = np.int64(8)
+    bs.compress(model, data, **options(folder=tmp_path, block_size=size, density=np.float32(0.25), skip=["last"]))
+    assert (tmp_path / "best.safetensors").is_file()
+    again = options(folder=tmp_path, block_size=(8, 8), density=float(np.float32(0.25)), skip=["last", "last"])
+    assert bs.compress(model, data, **again).curve
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..checked import integer, number, positive_fraction
+from ..checked import checked_block, integer, number, positive_fraction
 from ..conversion.speed import Example
 from ..errors import BlockSparseError
 from ..sparsity.calibration.calibrate import Batches
@@ -72,9 +72,10 @@ def compress(
             output, as of transformers with labels, or cross-entropy if the label has one class per row of the output.
         evaluate: a function of a model that returns a number, higher for better ones. It then decides which model is
             the best, and its results are in the curve.
-        folder: folder for the best model so far, `best.safetensors`, and `curve.json`. `load_sparsified` takes what
-            `safetensors.torch.load_file` reads. An interrupted run in it is resumed. It needs the same model, teacher,
-            `density`, `block_size`, `skip` and `hidden`; pass the same data and `loss` too. Other data give a warning.
+        folder: folder for the best model so far, `best.safetensors`, the one fitted in one shot, `fit.safetensors`, and
+            `curve.json`. `load_sparsified` takes what `safetensors.torch.load_file` reads. An interrupted run in it is
+            resumed. It needs the same model, teacher, `density`, `block_size`, `skip` and `hidden`; pass the same data
+            and `loss` too. Other data give a warning, and so does another run that writes to it meanwhile.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
@@ -101,7 +102,7 @@ def compress(
 
     Source: Kurtic et al., Sparse fine-tuning for inference acceleration of large language models (2023).
     """
-    positive_fraction("density", density)
+    density = positive_fraction("density", density)
     if minutes is not None and steps is not None:
         raise BlockSparseError("minutes and steps: give one of them, the other follows from it.")
     if steps is not None:
@@ -127,8 +128,8 @@ def compress(
     if run_folder is not None:
         run_folder.settings = {
             "density": density,
-            "block_size": list(block_size) if isinstance(block_size, tuple | list) else block_size,
-            "skip": sorted(map(str, [skip] if isinstance(skip, str | nn.Module) else skip)),
+            "block_size": [int(size) for size in checked_block(block_size)],
+            "skip": sorted({*map(str, [skip] if isinstance(skip, str | nn.Module) else skip)}),
             "hidden": hidden,
             "model": _checksum(model),
             "teacher": _checksum(model if teacher is None else teacher),

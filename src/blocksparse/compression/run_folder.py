@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,6 +24,10 @@ BEST = "best.safetensors"
 CURVE = "curve.json"
 
 
+# The file of the model fitted in one shot, which a resumed run returns if training does not improve on it.
+FIT = "fit.safetensors"
+
+
 class RunFolder:
     """A folder that a run writes to, and resumes from.
 
@@ -37,13 +42,24 @@ class RunFolder:
         self.path = writable_folder("folder", folder)
         self.settings: dict[str, Any] = {}
         """Options and checksums that a run has to share with the one in the folder, to resume it."""
-        self.is_disk_full = False
-        self._check_curve()
+        self._has_warned = self._is_taken = False
+        self._written: tuple[int, int] | None = None  # marks the file that this run wrote, or resumed from
+        self._check_files()
 
     def save(self, best: Candidate, curve: list[Point], about: dict[str, Any]) -> None:
         """Write the best model so far, the curve up to it, and the state to resume from."""
         about = {"compress": self.settings, "curve": _as_dicts(curve), "best": asdict(best.point), **about}
-        self._write(lambda: checkpoint.save(self.path / BEST, best.state, about))
+
+        def write() -> None:
+            checkpoint.save(self.path / BEST, best.state, about)
+            self._written = self._mark()
+
+        self._write(write)
+
+    def save_fit(self, fit: Candidate, rate: float, trained_loss: float) -> None:
+        """Write the model fitted in one shot, with the learning rate and loss of its range test."""
+        about = {"compress": self.settings, "point": asdict(fit.point), "rate": rate, "trained_loss": trained_loss}
+        self._write(lambda: checkpoint.save(self.path / FIT, fit.state, about))
 
     def save_curve(self, curve: list[Point]) -> None:
         """Write the curve of a finished run."""
@@ -52,21 +68,43 @@ class RunFolder:
 
     def load(self) -> tuple[Candidate, list[Point], dict[str, Any]] | None:
         """Return what `save` wrote, or None if there is nothing; raise a BlockSparseError if it is of another run."""
-        if not (self.path / BEST).is_file():
+        self._written = self._mark()
+        if self._written is None:
             return None
         state, about = checkpoint.load(self.path / BEST)
         self._check_settings(about.get("compress"))
         best = Candidate(dict[str, Tensor](state), Point(**about["best"]))
         return best, [Point(**each) for each in about["curve"]], about
 
+    def load_fit(self) -> tuple[Candidate, float, float] | None:
+        """Return what `save_fit` wrote, or None if there is nothing of this run."""
+        if not (self.path / FIT).is_file():
+            return None
+        state, about = checkpoint.load(self.path / FIT)
+        if about.get("compress") != self.settings:
+            return None
+        return Candidate(dict[str, Tensor](state), Point(**about["point"])), about["rate"], about["trained_loss"]
+
+    def _mark(self) -> tuple[int, int] | None:
+        """Return what changes whenever somebody writes the best model; None if there is none."""
+        try:
+            about = os.stat(self.path / BEST)
+        except OSError:
+            return None
+        return about.st_mtime_ns, about.st_ino
+
     def _write(self, write: Callable[[], None]) -> None:
         """Write a file. If that fails, warn once and continue, because the result is returned anyway."""
         try:
+            self._is_taken = self._is_taken or self._mark() not in (None, self._written)
+            if self._is_taken:
+                expected = "no other run that writes to it (this one is not saved any more)"
+                raise BlockSparseError.expected("folder", expected, f"another one in {self.path}")
             write()
         except BlockSparseError as error:
-            if not self.is_disk_full:
+            if not self._has_warned:
                 warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=7)
-            self.is_disk_full = True
+            self._has_warned = True
 
     def _check_settings(self, stored: Any) -> None:
         """Raise a BlockSparseError unless a run with the stored settings may be resumed; older ones are fewer."""
@@ -81,17 +119,25 @@ class RunFolder:
             hint = "pass these to resume that run, or use another folder; models and data are named by checksums"
             raise BlockSparseError.expected("folder", f"a run with {mine}", f"{self.path} with {others} ({hint})")
 
-    def _check_curve(self) -> None:
-        """Raise a BlockSparseError if there is a curve.json that is not of a run, as it would be overwritten."""
+    def _check_files(self) -> None:
+        """Raise a BlockSparseError if there is a file of another program, as it would be overwritten."""
+        for name in (BEST, FIT, CURVE):
+            if (self.path / name).is_dir():
+                raise BlockSparseError.expected(
+                    "folder", f"a file or nothing as {name}", f"a folder {self.path / name}"
+                )
         path = self.path / CURVE
         if not path.exists():
             return
         try:
-            for point in checkpoint.read_json(path)["curve"]:
-                Point(**point)
-        except (BlockSparseError, KeyError, TypeError) as error:
+            content = checkpoint.read_json(path)
+            points = [Point(**point) for point in content["curve"]]
+            is_curve = bool(points) and content.keys() == {"curve"}
+        except (BlockSparseError, KeyError, TypeError):
+            is_curve = False
+        if not is_curve:
             expected = f"no {CURVE} of another program, which would be overwritten (use another folder)"
-            raise BlockSparseError.expected("folder", expected, path) from error
+            raise BlockSparseError.expected("folder", expected, path)
 
 
 def _as_dicts(curve: list[Point]) -> list[dict[str, Any]]:

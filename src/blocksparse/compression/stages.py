@@ -240,6 +240,8 @@ class CompressionRun:
         self._save(Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
         rate, trained_loss = self._test_rates()
         self.one_shot = OneShot(self.student, point, rate, trained_loss)
+        if self.folder is not None:
+            self.folder.save_fit(Candidate(self.student.state_dict(), point), rate, trained_loss)
         if density <= self.target or (budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes):
             self._start_from(self.one_shot)
             return False
@@ -420,7 +422,13 @@ class CompressionRun:
         if self.folder is None:
             return
         budget = self.training.budget
-        about = {"stage": stage, "minutes": budget.elapsed, "steps": budget.spent_steps, "dense": self.dense_reasons}
+        about = {
+            "stage": stage,
+            "minutes": budget.elapsed,
+            "steps": budget.spent_steps,
+            "dense": self.dense_reasons,
+            "from_fit": self.started_from_one_shot,
+        }
         self.folder.save(best, self.curve, about)
 
     def _resume(self) -> bool:
@@ -430,6 +438,12 @@ class CompressionRun:
             return False
         best, self.curve, about = saved
         self._tie_others([name for name in self.untied if name not in best.state])
+        if self.folder is not None and (fitted := self.folder.load_fit()) is not None:
+            fit, rate, trained_loss = fitted
+            if (fit.point.metric is None) == (self.evaluate is None):
+                model = load_sparsified(copy_model(self.student), fit.state)
+                self.one_shot = OneShot(model, fit.point, rate, trained_loss)
+                self.started_from_one_shot = about.get("from_fit", False)
         self.training.student = load_sparsified(self.student, best.state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
         self._count_full_weights()
