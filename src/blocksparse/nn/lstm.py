@@ -84,11 +84,10 @@ class LSTM(Recurrent):
         These are one call of the compiled core per layer in inference, PyTorch's LSTM for dense weights, or the general
         forward pass.
         """
-        if table is None:
-            check_states(hx)
-            if (result := self._fast_inference(input, hx)) is not None:
-                y, h, c = result
-                return y, (h, to_dtype(c, y.dtype if hx is None else hx[1].dtype))
+        in_inference = table is None and not torch.is_grad_enabled()
+        if in_inference and (result := self._fast_inference(input, hx)) is not None:
+            y, h, c = result
+            return y, (h, to_dtype(c, y.dtype if hx is None else hx[1].dtype))
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._uses_torch_kernels(x, hx):
             return super().forward(input, hx, table=table)

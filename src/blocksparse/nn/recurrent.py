@@ -226,6 +226,7 @@ class Recurrent(MultiWeightModule):
             return None
         if padded or self.bidirectional or self.proj_size or (self.dropout and self.training):
             return None
+        check_states(hx)
         tensors, layers = [x, *(hx or ())], []
         for layer in range(self.num_layers):
             suffix = self._suffix(layer, 0)
