@@ -23,7 +23,6 @@ BEST = "best.safetensors"
 # The file of the curve.
 CURVE = "curve.json"
 
-
 # The file of the model fitted in one shot, which a resumed run returns if training does not improve on it.
 FIT = "fit.safetensors"
 

@@ -136,8 +136,8 @@ def recurrence_fast(
         address = address_or_zero(values, layout.values_shape, dtype)
         tasks = layout._derived.get(("linear tasks", False))
         bias, state_bias = biases or (None, None)
-        if c is not None and bias is not None:
-            bias = torch.add(*biases)
+        if c is not None and biases:  # an LSTM adds both to the products of the inputs
+            bias, state_bias = torch.add(*biases), None
         bias_address = 0 if state_bias is None else address_or_zero(state_bias, (gates * hidden,), dtype)
         if not address or not tasks or (state_bias is not None and not bias_address):
             return None
