@@ -312,7 +312,7 @@ def test_fewer_rows_than_inputs_are_not_fitted_exactly(monkeypatch):
 
 def test_the_cache_keeps_the_outputs_that_cost_most(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    monkeypatch.setattr(passes, "MAX_BYTES", 10 * 8 * 4)
+    monkeypatch.setattr(passes, "MAX_CACHED_BYTES", 10 * 8 * 4)
     cache = passes.OutputCache(model, ["0", "1"])
     with cache.used(["0", "1"]):
         for batch in range(3):
@@ -392,9 +392,9 @@ def test_later_batches_are_skipped_after_enough_rows(monkeypatch):
     monkeypatch.setattr(passes, "MAX_ROWS", 50)
     model = mlp()
     found = {name: products(model[int(name)], prunable(model[int(name)], 4)) for name in "024"}
-    seen = passes.Passes(model, list(correlated(200, 24).split(20)), found, [])
+    seen = passes.Passes(model, list(correlated(200, 24).split(20)), found, {})
     assert len(seen.batches) == 3
-    assert seen.reached["4"].rows == {"weight": 60}
+    assert seen.reached["4"].rows == {"weight": [20, 20, 20]}
 
 
 # -- the same again, and as it was --------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
 from blocksparse.sparsity.calibration import sequences
+from blocksparse.sparsity.calibration.batch_norms import Moments
 from blocksparse.sparsity.calibration.fitting import best_columns, block_counts, least_squares
 from blocksparse.sparsity.calibration.inputs import products
+from blocksparse.sparsity.calibration.passes import Passes
+from blocksparse.sparsity.calibration.reconstruction import products_of
 from blocksparse.surgery.prunable import prunable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -489,6 +492,25 @@ def test_rounding_errors_of_constant_inputs_are_not_fitted():
     made = bs.sparsity.reconstruct(model, [torch.randn(64, 8, 64)], 0.026, 8)
     assert not made.layouts["attention.in_proj_weight"].mask()[16:].any()
     assert made.model.attention.out_proj.values.abs().max() < 1
+
+
+def test_moments_are_those_of_all_values_of_enough_calls():
+    moments, calls = Moments(), [torch.randn(count, 3, 20, 10) + count for count in (80, 90, 100, 50)]
+    for x in calls:
+        moments.add((x,))
+    values = torch.cat(calls[:3]).double().transpose(0, 1).flatten(1)  # 270 samples, 54,000 values of each channel
+    torch.testing.assert_close(moments.result(), torch.var_mean(values, 1, correction=0)[::-1])
+
+
+def test_no_more_batches_are_run_than_give_enough_rows():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 10 * 10, 16))
+    batches, calls = list(torch.randn(8, 40, 3, 12, 12)), []
+    found = products_of(model, {weight.name: weight for weight in prunable(model, 1)})
+    passes = Passes(model, batches, found, {})
+    model[0].register_forward_pre_hook(lambda module, args: calls.append(module))
+    x, counts = passes.rows(model, found["0"][0], "0")
+    assert (tuple(x.shape), counts, len(calls)) == ((10_000, 27), [4000] * 7, 7)  # 256 samples need seven batches
+    assert passes.rows(model, found["2"][0], "2")[1] == [40] * 8
 
 
 def test_fitting_whole_sequences_improves_a_recurrent_layer(monkeypatch):

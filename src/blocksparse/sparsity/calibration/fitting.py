@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,21 @@ FACTORS, HELD_OUT, MAX_GROUPS = (1.0, 10.0, 100.0, 1000.0), 8, 4
 # Kernels of columns of blocks are stored if they have at most this number of values.
 MAX_KERNELS = 2**26
 CHUNK = 2**24  # values of a matrix that are processed at a time
+
+
+class Group(NamedTuple):
+    """Rows of blocks of a weight that store the same columns of blocks, with inputs S."""
+
+    rows: Tensor
+    columns: Tensor
+    x: Tensor
+    """X_S, `[rows of X, inputs]`."""
+    dense: Tensor
+    """W_S of these rows, `[out, inputs]`."""
+    kernel: Tensor
+    """X_S X_S^T, in float64."""
+    missing: Tensor
+    """T - X_S W_S^T of these rows, in float64."""
 
 
 @dataclass
@@ -91,8 +107,7 @@ class Problem:
 
     def energy(self) -> Tensor:
         """Return the sum of w_ij^2 |x_j|^2 over each block of W, float64 `[out_blocks, in_blocks]`."""
-        squares = self.dense.double().square() * self.diagonal
-        return squares.unflatten(0, (-1, self.block[0])).unflatten(2, (-1, self.block[1])).sum((1, 3))
+        return self._blocks_of(self.dense.double().square() * self.diagonal).sum((1, 3))
 
     def error(self, fitted: Tensor) -> float:
         """Return |X V^T - T|^2."""
@@ -153,10 +168,11 @@ class Problem:
         """
         damping = self._damping * self._best_factor(mask)
         fitted = torch.zeros_like(self.dense, dtype=self.x.dtype)
-        for rows, inputs, kernel, missing in self._groups(mask):
-            x = self.x[:, inputs]
-            change = cholesky_solve(kernel, damping, missing).to(x.dtype)
-            fitted[rows[:, None], inputs] = self.dense[rows[:, None], inputs].to(x.dtype) + change.T @ x
+        (height, width), blocks = self.block, self._blocks_of(fitted)
+        for group in self._groups(mask):
+            change = cholesky_solve(group.kernel, damping, group.missing).to(fitted.dtype).T @ group.x
+            values = (group.dense + change).view(-1, height, len(group.columns), width)
+            blocks[group.rows[:, None], :, group.columns] = values.transpose(1, 2)
         return fitted
 
     def _best_factor(self, mask: Tensor) -> float:
@@ -166,25 +182,35 @@ class Problem:
         """
         count = len(self.x) - len(self.x) // HELD_OUT
         errors = dict.fromkeys(FACTORS, 0.0)
-        for _, _, kernel, missing in islice(self._groups(mask), MAX_GROUPS):
+        for group in islice(self._groups(mask), MAX_GROUPS):
+            kernel, missing = group.kernel, group.missing
             for factor in FACTORS:
                 change = cholesky_solve(kernel[:count, :count], factor * self._damping, missing[:count])
                 errors[factor] += float((missing[count:] - kernel[count:, :count] @ change).square().sum())
         return min(errors, key=lambda factor: errors[factor])
 
-    def _groups(self, mask: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield the outputs that store the same inputs S, and S; X_S X_S^T and T - X_S W_S^T of them, in float64."""
-        height, width = self.block
+    def _groups(self, mask: Tensor) -> Iterator[Group]:
+        """Yield the rows of blocks that store the same columns."""
         patterns, group_of_row = mask.unique(dim=0, return_inverse=True)
-        for group, stored in enumerate(patterns):
-            inputs = stored.repeat_interleave(width).nonzero().squeeze(1)
-            if not len(inputs):
+        weight, dtype = self._blocks_of(self.dense), self.x.dtype
+        x_blocks, y_blocks = self.x.unflatten(1, (-1, self.block[1])), self.y.unflatten(1, (-1, self.block[0]))
+        at_a_time = max(1, CHUNK // len(self.x) ** 2)
+        sums = self.x.new_empty(0)
+        for number, stored in enumerate(patterns):
+            if self._kernels is not None and number % at_a_time == 0:
+                sums = torch.tensordot(patterns[number : number + at_a_time].to(dtype), self._kernels, 1)
+            rows, columns = (group_of_row == number).nonzero().squeeze(1), stored.nonzero().squeeze(1)
+            if not len(columns):
                 continue
-            rows = (group_of_row == group).repeat_interleave(height).nonzero().squeeze(1)
-            x = self.x[:, inputs]
-            kernel = x @ x.T if self._kernels is None else self._kernels[stored].sum(0, dtype=torch.float64)
-            missing = self.y[:, rows] - x @ self.dense[rows[:, None], inputs].to(x.dtype).T
-            yield rows, inputs, kernel.double(), missing.double()
+            x = x_blocks[:, columns].flatten(1)
+            dense = weight[rows][:, :, columns].flatten(0, 1).flatten(1).to(dtype)
+            kernel = x @ x.T if self._kernels is None else sums[number % at_a_time]
+            missing = y_blocks[:, rows].flatten(1) - x @ dense.T
+            yield Group(rows, columns, x, dense, kernel.double(), missing.double())
+
+    def _blocks_of(self, matrix: Tensor) -> Tensor:
+        """Return a view of a matrix as W, `[out_blocks, rows, in_blocks, columns]`."""
+        return matrix.unflatten(0, (-1, self.block[0])).unflatten(2, (-1, self.block[1]))
 
     @cached_property
     def _kernels(self) -> Tensor | None:

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
-from .calibrate import SkipBatch, check_finite, observe
+from .calibrate import SkipBatch, Stop, check_finite, never, observe, sample_count
 from .fitting import MAX_INPUTS
 from .inputs import CELLS, LAYERS, Product
 
 # Limits of the rows of a layer's inputs that are used; more are sampled at random. With many inputs, the cost of a fit
-# grows with the third power of the rows.
-MAX_ROWS, MAX_ROWS_WIDE = 10_000, 2048
+# grows with the third power of the rows. Batches after those with enough rows, and this number of samples, are not run.
+MAX_ROWS, MAX_ROWS_WIDE, MIN_SAMPLES = 10_000, 2048, 256
 MAX_BYTES = 2**28
 
-# Outputs of layers with at least this number of inputs (times taps) are cached, up to MAX_BYTES for each of the two
-# models, because each layer that is fitted takes several runs of all layers before it.
-MIN_CACHED_INPUTS = 1024
+# Outputs of layers with at least this number of inputs (times taps) are cached, up to this number of bytes for each of
+# the two models, because each layer that is fitted takes several runs of all layers before it.
+MIN_CACHED_INPUTS, MAX_CACHED_BYTES = 512, 2**29
 
 # No more batches are run once layers with this fraction of the weights have enough rows.
 COVERED_FRACTION = 0.9
@@ -36,8 +36,12 @@ class Reach:
 
     calls: list[int] = field(default_factory=list)
     """Calls of the module by each batch."""
-    rows: dict[str, int] = field(default_factory=dict)
-    """Rows of inputs by the name of the product."""
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    """Rows of inputs in each batch, by the name of the product."""
+
+    def total(self, product: Product) -> int:
+        """Return the number of rows of a product's inputs."""
+        return sum(self.rows.get(product.name, ()))
 
 
 class OutputCache:
@@ -96,7 +100,7 @@ class OutputCache:
 
     def _make_room(self, size: int, cost: int) -> bool:
         """Remove outputs that cost less to compute until `size` bytes are free; return whether they are."""
-        while self.bytes + size > MAX_BYTES:
+        while self.bytes + size > MAX_CACHED_BYTES:
             key = min(self.outputs, key=lambda key: self._cost(key[0]), default=None)
             if key is None or self._cost(key[0]) >= cost:
                 return False
@@ -112,10 +116,16 @@ class Passes:
         model: the model.
         batches: its inputs; the last ones are not used if the first suffice.
         products: the products of each module, by the module's name.
-        others: names of further modules to observe.
+        others: functions that get the arguments of each call of further modules, by name.
     """
 
-    def __init__(self, model: nn.Module, batches: list[Any], products: Mapping[str, list[Product]], others: list[str]):
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: list[Any],
+        products: Mapping[str, list[Product]],
+        others: Mapping[str, Callable[[tuple[Any, ...]], None]],
+    ):
         self.products = products
         self.reached: dict[str, Reach] = {}
         """The modules that are reached, by name, in the order of their first calls."""
@@ -138,17 +148,20 @@ class Passes:
         def record(module: nn.Module, args: tuple[Any, ...]) -> None:
             name = names[module]
             reached = self.reached.setdefault(name, Reach())
-            reached.calls += [0] * (len(self.batches) - len(reached.calls))
-            reached.calls[-1] += 1
-            for product in self.products.get(name, ()):
-                reached.rows[product.name] = reached.rows.get(product.name, 0) + product.rows(args)
+            of_products = [
+                (reached.rows.setdefault(product.name, []), product.rows(args)) for product in products.get(name, ())
+            ]
+            for counts, count in ((reached.calls, 1), *of_products):
+                counts += [0] * (len(self.batches) - len(counts))
+                counts[-1] += count
+            if name in others:
+                others[name](args)
 
         def is_enough() -> bool:
             covered = [
                 name
                 for name, reached in self.reached.items()
-                if reached.rows
-                and all(reached.rows.get(each.name, 0) >= self._limit(each) for each in products.get(name, ()))
+                if reached.rows and all(reached.total(each) >= self._limit(each) for each in products.get(name, ()))
             ]
             return sum(sizes.get(name, 0) for name in covered) >= COVERED_FRACTION * sum(sizes.values())
 
@@ -172,7 +185,8 @@ class Passes:
         Raises:
             BlockSparseError: inputs that are not finite, or whose squares overflow.
         """
-        at, first = self._positions(product, self.reached[name].rows[product.name]), 0
+        total, first = self._enough_rows(product, self.reached[name].rows[product.name]), 0
+        at = self._positions(product, total)
         device = product.weights[0].tensor.device
         parts: list[Tensor] = []
         counts: list[int] = []
@@ -186,7 +200,7 @@ class Passes:
                 parts.append(product.inputs(args, (at[low:high] - first).to(device)))
             first += count
 
-        self.run(model, name, record)
+        self.run(model, name, record, lambda: first >= total)
         rows = torch.cat(parts) if parts else torch.empty(0)
         check_finite(product.weights[0].name, rows)
         if torch.linalg.vector_norm(rows, dtype=torch.float64) > math.sqrt(torch.finfo(rows.dtype).max):
@@ -195,8 +209,11 @@ class Passes:
             raise BlockSparseError.expected(f"the inputs of {product.weights[0].name}", expected, got)
         return rows, counts
 
-    def run(self, model: nn.Module, name: str, record: Any) -> None:
-        """Call `record` with the arguments of each call of a module; stop each batch after its last call."""
+    def run(self, model: nn.Module, name: str, record: Any, stop: Stop = never) -> None:
+        """Call `record` with the arguments of each call of a module; stop each batch after its last call.
+
+        After a batch, `stop` returns whether no more are needed.
+        """
         calls, remaining = self.reached[name].calls, 0
         cache = self._caches.setdefault(model, OutputCache(model, self._cacheable))
         names = self._cacheable
@@ -208,6 +225,8 @@ class Passes:
             nonlocal remaining
             for number, remaining in enumerate(calls):
                 if remaining:
+                    if stop():
+                        break
                     cache.begin(number)
                     yield self.batches[number]
 
@@ -235,10 +254,19 @@ class Passes:
         width = max(inputs, product.weights[0].shape[0])
         return min(MAX_ROWS if inputs <= MAX_INPUTS else MAX_ROWS_WIDE, max(64, MAX_BYTES // (4 * width)))
 
+    def _enough_rows(self, product: Product, counts: list[int]) -> int:
+        """Return the rows in the first batches that have enough rows and samples, given the rows of each."""
+        total = samples = 0
+        for batch, count in zip(self.batches, counts, strict=False):
+            if total >= self._limit(product) and samples >= MIN_SAMPLES:
+                break
+            total, samples = total + count, samples + sample_count(batch)
+        return total
+
     @staticmethod
     def _positions(product: Product, rows: int) -> Tensor:
         """Return the positions of the rows to use, int64, rising, the same in each call."""
         limit = Passes._limit(product)
         if rows <= limit:
             return torch.arange(rows)
-        return torch.randint(rows, (limit,), generator=torch.Generator().manual_seed(0)).unique()
+        return torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:limit].sort().values

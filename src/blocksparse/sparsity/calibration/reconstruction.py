@@ -17,7 +17,7 @@ from ...surgery.model_tools import copy_model
 from ...surgery.prunable import Prunable, Skip, find_weights, prunable
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
-from .batch_norms import correct_statistics, has_statistics
+from .batch_norms import Moments, correct_statistics, has_statistics
 from .calibrate import Batches, Stop, collect_batches, never, progress
 from .fitting import Problem
 from .inputs import LAYERS, Product, by_called_module, products, why_unobserved
@@ -138,6 +138,7 @@ def fit(
     damping: float = 0.01,
     choose: bool = True,
     jointly: bool = False,
+    states: bool = True,
     stop: Stop = never,
 ) -> tuple[dict[str, BlockLayout], dict[str, float]]:
     """Fit the weights of a model, a copy of a dense one, to the outputs of the latter.
@@ -150,14 +151,15 @@ def fit(
         damping: see `reconstruct`.
         choose: whether to choose other blocks, the same number for each weight (default), or to fit on these layouts.
         jointly: whether to fit repeated blocks of layers, and the model, as a whole too.
+        states: whether to fit recurrent layers over whole sequences too, which takes longer than the rest.
         stop: returns whether to leave the layers that are not fitted yet as they are, with their layouts.
 
     Returns:
         The layouts, and the errors of the weights that could be fitted; both by name.
     """
     copied_products, dense_products = (products_of(each, find_weights(each, layouts)) for each in (model, dense))
-    norms = [name for name, module in model.named_modules() if has_statistics(module)]
-    passes = Passes(dense, batches, dense_products, norms)
+    norms = {name: Moments() for name, module in model.named_modules() if has_statistics(module)}
+    passes = Passes(dense, batches, dense_products, {name: moments.add for name, moments in norms.items()})
     fitter = _Fitter(model, dense, passes, damping, choose, stop, dict(layouts), {})
     one_step = [name for name in passes.reached if copied_products.get(name) and name not in norms]
     one_step = [name for name in one_step if type(model.get_submodule(name)) not in LAYERS]
@@ -167,10 +169,10 @@ def fit(
         if stop():
             return fitter.layouts, fitter.errors
         if name in norms:
-            correct_statistics(name, model, dense, passes)
+            correct_statistics(name, model, norms[name], passes)
         pairs = zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True)
         # An expert may be called without rows, since it gets no token.
-        with_rows = [(product, other) for product, other in pairs if passes.reached[name].rows[product.name]]
+        with_rows = [(product, other) for product, other in pairs if passes.reached[name].total(product)]
         for level, pairs_of_level in groupby(with_rows, key=lambda pair: pair[0].level):
             fitted = []
             for product, other in pairs_of_level:
@@ -180,7 +182,7 @@ def fit(
                     expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
                     raise BlockSparseError.expected("damping", expected, damping) from error
                 fitted.append(product)
-            if type(fitted[0].module) in LAYERS:
+            if states and type(fitted[0].module) in LAYERS:
                 fitter.fit_level(name, level, fitted)
         passes.fitted.add(name)
         if (block := last_layers.get(name)) is not None:
