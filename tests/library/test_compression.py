@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import blocksparse as bs
 from blocksparse.compression import measures, stages, training
-from blocksparse.compression.batches import BatchReader
+from blocksparse.compression.batches import BatchReader, Data
 from blocksparse.compression.saliency import block_saliency
 from blocksparse.compression.schedule import stage_densities, stage_ends
 from blocksparse.conversion import speed
@@ -166,6 +166,15 @@ def test_forms_of_data(form):
     result = bs.compress(net, forms[form](), **options())
     assert result.density <= 0.26
     assert 0 < result.agreement <= 1
+
+
+@pytest.mark.parametrize(("shape", "held_out"), [((64, 10), 1024), ((64, 16, 10), 512), ((64, 200, 10), 128)])
+def test_few_samples_with_many_rows_of_outputs_are_held_out(shape, held_out):
+    batches = [torch.zeros(shape, dtype=torch.uint8) for _ in range(160)]
+    data = Data.read(batches)
+    data.limit_held_out(BatchReader(nn.Identity()).rows_per_sample(nn.Identity(), torch.zeros(shape)))
+    assert sum(map(len, data.held_out)) == held_out
+    assert len(data.train) + len(data.held_out) == 160
 
 
 def test_evaluate_decides_and_is_in_the_curve():

@@ -25,13 +25,17 @@ from ..sparsity.calibration.calibrate import (
     sample_count,
     values_of,
 )
+from ..sparsity.distillation import output_tensors
 from ..surgery.model_tools import parameter_device
 
 # More data are not read: they would have to stay in memory.
 MAX_BYTES = 2**30
 
-# Every eighth batch is held out, until the held-out ones have this number of samples.
+# Every eighth batch is held out, until the held-out ones have this number of samples. Where a sample has many rows of
+# outputs, such as tokens, this number of rows is enough, with at least so many samples: the held-out data are evaluated
+# about twenty times.
 HELD_OUT_EVERY, MAX_HELD_OUT = 8, 1024
+MAX_HELD_OUT_ROWS, MIN_HELD_OUT = 8192, 128
 
 # Weights are fitted on at most this number of samples.
 MAX_CALIBRATION = 384
@@ -80,6 +84,16 @@ class Data:
             else:
                 train.append(batch)
         return cls(train, held_out)
+
+    def limit_held_out(self, rows: float) -> None:
+        """Move held-out batches to those to train on if fewer are enough, as each sample has `rows` rows of outputs."""
+        limit, samples = max(MIN_HELD_OUT, MAX_HELD_OUT_ROWS / max(1, rows)), 0
+        for count, batch in enumerate(self.held_out, 1):
+            samples += sample_count(batch)
+            if samples >= limit:
+                self.held_out, released = self.held_out[:count], self.held_out[count:]
+                self.train += released
+                break
 
     def checksum(self) -> str:
         """Return the sum of the bytes of all tensors, in hexadecimal digits; it does not depend on their order."""
@@ -151,6 +165,11 @@ class BatchReader:
             for each in (values_of(batch) if _predicts_tokens(model, output) else self._labels(batch))
         )
         return "kl" if has_classes else "auto"
+
+    def rows_per_sample(self, model: nn.Module, batch: Any) -> float:
+        """Return how many rows the model's first output has for each sample of a batch, such as tokens."""
+        output = next(iter(output_tensors(self.run(model, batch)).values()), torch.empty(0))
+        return output[..., 0].numel() / sample_count(batch) if output.dim() > 1 and output.numel() else 1.0
 
     def _warn_of_unused_labels(self, output: Any, batch: Any) -> None:
         """Warn if the labels of a batch have no part in the task loss, and say why."""

@@ -52,10 +52,10 @@ def compress(
     fitted at `density` does better after a few steps, or the time is short, that one is trained instead. Layers that
     are not faster block-sparse on the example stay dense. A block-sparse output layer gets a weight of its own if it
     shared that of an embedding, which stays dense. Hidden features are reordered first, as by
-    `sparsity.permute_features`, unless `hidden` is given. An eighth of the data, at most 1,024 samples, is held out;
-    the model that is best on it at the target density is returned. Its weights are those of a step or averages over
-    steps. It is never worse on the held-out data than the model fitted at this density in one shot. A short test finds
-    the learning rate.
+    `sparsity.permute_features`, unless `hidden` is given. An eighth of the data is held out: at most 1,024 samples, or
+    128 if each has 64 tokens or more. The model that is best on it at the target density is returned. Its weights are
+    those of a step or averages over steps. It is never worse on the held-out data than the model fitted at this density
+    in one shot. A short test finds the learning rate.
 
     Args:
         model: a trained model; it stays as it is. If it is compiled or parallel, the model inside counts.
@@ -144,6 +144,7 @@ def compress(
     dense_model = copy_model(model).eval()
     teacher = dense_model if teacher is None else teacher
     kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
+    read.limit_held_out(reader.rows_per_sample(dense_model, read.held_out[0]))
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = CompressionRun(
         dense_model=dense_model,

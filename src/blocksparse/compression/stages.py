@@ -254,7 +254,8 @@ class CompressionRun:
     ) -> tuple[float, float]:
         """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
 
-        Fitted recurrent layers may be worse, as their errors add up over steps.
+        Fitted recurrent layers may be worse, as their errors add up over steps. To fit them over whole sequences would
+        take minutes, in which training gains more.
 
         Args:
             dense_student: the dense model.
@@ -271,9 +272,8 @@ class CompressionRun:
                     least = least_density({name: weight.blocks for name, weight in candidates.weights.items()})
                     options = (max(self._without_full(density, size), least), None, "careful", None, batches)
                     plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
-                fitted, chosen = fit_values(
-                    dense_student, plan, batches, choose=True, inplace=False, stop=self._end_fit
-                )
+                more: dict[str, Any] = {"choose": True, "inplace": False, "states": False, "stop": self._end_fit}
+                fitted, chosen = fit_values(dense_student, plan, batches, **more)
                 student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))

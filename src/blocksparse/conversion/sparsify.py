@@ -334,6 +334,7 @@ def fit_values(
     choose: bool,
     inplace: bool,
     jointly: bool = False,
+    states: bool = True,
     stop: Stop = never,
 ) -> tuple[nn.Module, Plan]:
     """Fit weights to the data; return the fitted model and the plan with its layouts.
@@ -348,6 +349,7 @@ def fit_values(
         choose: whether fitting may select other blocks, the same number per weight.
         inplace: whether the model itself is to be changed.
         jointly: whether to fit repeated blocks of layers as a whole too, which takes longer.
+        states: whether to fit recurrent layers over whole sequences too.
         stop: returns whether the layers that are not fitted yet keep the values and blocks that they have.
     """
     if inplace and batches is None:
@@ -355,7 +357,8 @@ def fit_values(
     copied = copy_model(model, otherwise="inplace=True without data=")
     if batches is None:
         return copied, plan
-    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose, jointly=jointly, stop=stop)
+    options: dict[str, Any] = {"choose": choose, "jointly": jointly, "states": states, "stop": stop}
+    layouts, errors = fit(copied, model, batches, plan.layouts, **options)
     if len(errors) < len(layouts):
         names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
         warnings.warn(
