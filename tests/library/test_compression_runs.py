@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -106,6 +107,19 @@ def test_a_curve_of_another_program_is_not_overwritten(tmp_path, content):
     assert (tmp_path / "curve.json").read_text() == content
 
 
+def test_a_fit_of_another_program_is_not_overwritten(tmp_path):
+    checkpoint.save(tmp_path / "fit.safetensors", {}, {"step": 3})
+    with pytest.raises(bs.BlockSparseError, match=r"folder: expected no fit\.safetensors without best\.safetensors"):
+        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+
+
+def test_a_folder_that_cannot_hold_the_files_is_refused(tmp_path):
+    (tmp_path / "best.safetensors").mkdir()
+    for folder, match in ((tmp_path, "a file or nothing as best.safetensors"), (f"{tmp_path}/run\0", "a path")):
+        with pytest.raises(bs.BlockSparseError, match=match):
+            bs.compress(Classifier().eval(), labelled(128), **options(folder=folder))
+
+
 def die_after_saves(count, model, data, folder):
     calls = itertools.count(1)
     stages.keep_faster, save = (lambda model, plan, example: plan), checkpoint.save
@@ -138,7 +152,8 @@ def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, poi
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-def test_a_resumed_run_still_returns_the_fit_if_it_is_better(tmp_path):
+@pytest.mark.parametrize("is_augmented", [False, True])
+def test_a_resumed_run_still_returns_the_fit_if_it_is_better(tmp_path, is_augmented):
     data = labelled(128)
     model = trained(Classifier(), data)
     process = CONTEXT.Process(target=die_after_saves, args=(3, model, data, tmp_path))
@@ -147,7 +162,9 @@ def test_a_resumed_run_still_returns_the_fit_if_it_is_better(tmp_path):
     fit, about = checkpoint.load(tmp_path / "fit.safetensors")
     about["point"]["loss"] = -1.0  # better than all others
     checkpoint.save(tmp_path / "fit.safetensors", fit, about)
-    result = bs.compress(model, data, **options(folder=tmp_path))
+    again = [(x + 0.01, y) for x, y in data] if is_augmented else data
+    with pytest.warns(bs.SparsityWarning, match="other data") if is_augmented else nullcontext():
+        result = bs.compress(model, again, **options(folder=tmp_path))
     assert result.curve[-1].loss == -1
     state = result.model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in fit.items())

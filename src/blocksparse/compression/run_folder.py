@@ -80,7 +80,7 @@ class RunFolder:
         if not (self.path / FIT).is_file():
             return None
         state, about = checkpoint.load(self.path / FIT)
-        if about.get("compress") != self.settings:
+        if self._differences(about.get("compress")) not in ([], ["data"]):
             return None
         return Candidate(dict[str, Tensor](state), Point(**about["point"])), about["rate"], about["trained_loss"]
 
@@ -107,9 +107,9 @@ class RunFolder:
 
     def _check_settings(self, stored: Any) -> None:
         """Raise a BlockSparseError unless a run with the stored settings may be resumed; older ones are fewer."""
-        if not isinstance(stored, dict) or "model" not in stored:
+        different = self._differences(stored)
+        if different is None:
             raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.path}")
-        different = [name for name, value in self.settings.items() if stored.get(name, value) != value]
         if different == ["data"]:
             note = "which had other data (as randomly augmented data are)"
             warnings.warn(f"compress: resuming the run in {self.path}, {note}", SparsityWarning, stacklevel=7)
@@ -118,6 +118,12 @@ class RunFolder:
             hint = "pass these to resume that run, or use another folder; models and data are named by checksums"
             raise BlockSparseError.expected("folder", f"a run with {mine}", f"{self.path} with {others} ({hint})")
 
+    def _differences(self, stored: Any) -> list[str] | None:
+        """Return the names of settings that differ from stored ones; None if these are of another program."""
+        if not isinstance(stored, dict) or "model" not in stored:
+            return None
+        return [name for name, value in self.settings.items() if stored.get(name, value) != value]
+
     def _check_files(self) -> None:
         """Raise a BlockSparseError if there is a file of another program, as it would be overwritten."""
         for name in (BEST, FIT, CURVE):
@@ -125,6 +131,9 @@ class RunFolder:
                 raise BlockSparseError.expected(
                     "folder", f"a file or nothing as {name}", f"a folder {self.path / name}"
                 )
+        if (self.path / FIT).exists() and not (self.path / BEST).exists():  # a run writes it after the best model
+            expected = f"no {FIT} without {BEST}, which would be overwritten (use another folder)"
+            raise BlockSparseError.expected("folder", expected, self.path / FIT)
         path = self.path / CURVE
         if not path.exists():
             return
