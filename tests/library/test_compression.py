@@ -177,6 +177,14 @@ def test_few_samples_with_many_rows_of_outputs_are_held_out(shape, held_out):
     assert len(data.train) + len(data.held_out) == 160
 
 
+def test_calibration_batches_come_from_all_parts_of_the_data():
+    data = Data.read([torch.full((64, 2), float(part)) for part in range(16)])
+    parts = [int(batch[0, 0]) for batch in data.calibration()]
+    assert (len(parts), parts[0]) == (6, 0)
+    assert parts[-1] >= 10
+    assert len(Data.read([torch.zeros(64, 2)] * 3).calibration()) == 2, "few data are used whole"
+
+
 def test_evaluate_decides_and_is_in_the_curve():
     data, scores = labelled(), itertools.count()
     result = bs.compress(trained(Classifier(), data), data, **options(), evaluate=lambda model: -next(scores))

@@ -188,6 +188,21 @@ def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path):
     assert (tmp_path / "best.safetensors").read_bytes() == written
 
 
+def test_an_interrupt_right_after_a_file_was_written_is_no_other_run(tmp_path, monkeypatch):
+    save = checkpoint.save
+
+    def interrupted(path, *args):
+        save(path, *args)
+        if path.name == "best.safetensors":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", interrupted)
+    with pytest.warns(bs.SparsityWarning) as caught:
+        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+    assert [str(each.message)[:21] for each in caught] == ["compress: interrupted"]
+    assert (tmp_path / "curve.json").is_file()
+
+
 def test_settings_of_equal_meaning_resume_a_run(tmp_path):
     data, model = labelled(128), Classifier().eval()
     size = np.int64(8)

@@ -103,11 +103,13 @@ class Data:
         return f"{sum(map(int, sums)):x}"
 
     def calibration(self) -> list[Any]:
-        """Return the first training batches, with 384 samples or a few more, to fit weights on."""
+        """Return training batches from all parts of the data, with 384 samples or a few more, to fit weights on."""
+        counts = [sample_count(batch) for batch in self.train]
+        every = max(1, int(sum(counts) / MAX_CALIBRATION))
         chosen, samples = [], 0
-        for batch in self.train:
+        for batch, count in zip(self.train[::every], counts[::every], strict=True):
             chosen.append(batch)
-            samples += sample_count(batch)
+            samples += count
             if samples >= MAX_CALIBRATION:
                 break
         return chosen

@@ -87,7 +87,7 @@ def compress(
 
     Raises:
         BlockSparseError: options out of range, both `minutes` and `steps`, fewer than two batches, labels in some
-            batches only, data that a model does not accept or that are too large, parameters that are not finite,
+            tuples only, data that a model does not accept or that are too large, parameters that are not finite,
             a teacher with other outputs or with outputs that are not finite, a model without weights to train, or a
             folder of another run, with a `curve.json` of another program, or one that cannot be written. A
             `SparsityWarning` says if nothing became sparse, the density was not reached, the budget was too short to
@@ -144,7 +144,8 @@ def compress(
     dense_model = copy_model(model).eval()
     teacher = dense_model if teacher is None else teacher
     kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
-    read.limit_held_out(reader.rows_per_sample(dense_model, read.held_out[0]))
+    rows = reader.rows_per_sample(dense_model, read.held_out[0])
+    read.limit_held_out(rows)
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = CompressionRun(
         dense_model=dense_model,
@@ -154,6 +155,7 @@ def compress(
         example=example,
         evaluate=evaluate,
         folder=run_folder,
+        has_steps=rows > 1,
         untied=untied,
     )
     run.training.check()

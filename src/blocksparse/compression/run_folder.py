@@ -50,8 +50,10 @@ class RunFolder:
         about = {"compress": self.settings, "curve": _as_dicts(curve), "best": asdict(best.point), **about}
 
         def write() -> None:
-            checkpoint.save(self.path / BEST, best.state, about)
-            self._written = self._mark()
+            try:
+                checkpoint.save(self.path / BEST, best.state, about)
+            finally:  # an interrupt may come right after the file was written
+                self._written = self._mark()
 
         self._write(write)
 

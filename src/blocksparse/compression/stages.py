@@ -75,6 +75,7 @@ class CompressionRun:
     example: Example
     evaluate: Evaluate | None
     folder: RunFolder | None
+    has_steps: bool  # whether there are several rows of outputs for each sample, such as tokens
     untied: dict[str, str]  # names of output layers' weights that were those of embeddings, and the embeddings' names
 
     def __post_init__(self) -> None:
@@ -254,8 +255,8 @@ class CompressionRun:
     ) -> tuple[float, float]:
         """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
 
-        Fitted recurrent layers may be worse, as their errors add up over steps. To fit them over whole sequences would
-        take minutes, in which training gains more.
+        Fitted recurrent layers may be worse, as their errors add up over steps. If a model has outputs for each step,
+        they are not fitted over whole sequences: this would take minutes, in which training gains more.
 
         Args:
             dense_student: the dense model.
@@ -272,7 +273,12 @@ class CompressionRun:
                     least = least_density({name: weight.blocks for name, weight in candidates.weights.items()})
                     options = (max(self._without_full(density, size), least), None, "careful", None, batches)
                     plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
-                more: dict[str, Any] = {"choose": True, "inplace": False, "states": False, "stop": self._end_fit}
+                more: dict[str, Any] = {
+                    "choose": True,
+                    "inplace": False,
+                    "states": not self.has_steps,
+                    "stop": self._end_fit,
+                }
                 fitted, chosen = fit_values(dense_student, plan, batches, **more)
                 student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
                 self.training.student = student
@@ -355,8 +361,8 @@ class CompressionRun:
     def _warn_if_missed(self) -> None:
         """Warn if the fit was stopped, the density of the best model is above the target, or its metric is doubtful."""
         dense, best = self.curve[0], self.curve[-1]
-        metrics = [0.0 if point.metric is None else point.metric for point in (dense, best)]
-        if best.agreement < DOUBTFUL and metrics[1] > metrics[0]:
+        metrics = dense.metric, best.metric
+        if None not in metrics and best.agreement < DOUBTFUL and metrics[1] > metrics[0]:
             warnings.warn(
                 f"compress: evaluate returned {metrics[1]:.4g} for the result and {metrics[0]:.4g} for the dense "
                 f"model, though they agree by {best.agreement:.1%} only. A higher value has to be better: for an "

@@ -21,7 +21,7 @@ MAX_INPUTS = 4608
 STAGES, MAX_ROWS_SELECTION = 4, 1024
 # With fewer rows than inputs, one of these factors of the damping is chosen by the error of some rows of blocks, fitted
 # without the last eighth of the rows.
-FACTORS, HELD_OUT, MAX_GROUPS = (1.0, 10.0, 100.0, 1000.0), 8, 4
+FACTORS, HELD_OUT, MAX_GROUPS = (1.0, 10.0, 100.0, 1000.0), 8, 2
 # Kernels of columns of blocks are stored if they have at most this number of values.
 MAX_KERNELS = 2**26
 CHUNK = 2**24  # values of a matrix that are processed at a time
