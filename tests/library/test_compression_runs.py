@@ -188,19 +188,24 @@ def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path):
     assert (tmp_path / "best.safetensors").read_bytes() == written
 
 
-def test_an_interrupt_right_after_a_file_was_written_is_no_other_run(tmp_path, monkeypatch):
-    save = checkpoint.save
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_interrupt_around_a_file_loses_nothing(tmp_path, monkeypatch, is_written):
+    save, interrupts = checkpoint.save, iter([True])
 
     def interrupted(path, *args):
-        save(path, *args)
-        if path.name == "best.safetensors":
+        is_first = path.name == "best.safetensors" and next(interrupts, False)
+        if is_written or not is_first:
+            save(path, *args)
+        if is_first:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "save", interrupted)
     with pytest.warns(bs.SparsityWarning) as caught:
-        bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
+        result = bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
     assert [str(each.message)[:21] for each in caught] == ["compress: interrupted"]
     assert (tmp_path / "curve.json").is_file()
+    state = checkpoint.load(tmp_path / "best.safetensors")[0]
+    assert all(torch.equal(state[name], value) for name, value in result.model.state_dict().items())
 
 
 def test_settings_of_equal_meaning_resume_a_run(tmp_path):

@@ -135,7 +135,10 @@ class CompressionRun:
             if self.best_of_stage is None and self.model_of_last_stage is not None:  # blocks were being dropped
                 self.training.student = self.model_of_last_stage
             elif self.best_of_stage is None and self.one_shot is not None:
+                self.stage = len(densities) - 1
                 self._start_from(self.one_shot)
+            if self.best_of_stage is not None:
+                self._save(self.best_of_stage, self.stage)
             self._finish_stage()
             if len(self.curve) < 2:
                 raise
