@@ -42,7 +42,7 @@ def fit_at_densities(dense: nn.Module, batches: list[Any], layouts: Sequence[Lay
     new_products = [
         products_of(copied, find_weights(copied, each)) for copied, each in zip(copies, layouts, strict=True)
     ]
-    passes = Passes(dense, batches, observed, [])
+    passes = Passes(dense, batches, observed, {})
     for name in progress(passes.reached, "layers fitted:"):
         problems: dict[tuple[str, ...], _Centered] = {}
         for olds, news, chosen in zip(dense_products, new_products, layouts, strict=True):

@@ -364,10 +364,10 @@ class CompressionRun:
     def _warn_if_missed(self) -> None:
         """Warn if the fit was stopped, the density of the best model is above the target, or its metric is doubtful."""
         dense, best = self.curve[0], self.curve[-1]
-        metrics = dense.metric, best.metric
-        if None not in metrics and best.agreement < DOUBTFUL and metrics[1] > metrics[0]:
+        before, after = dense.metric, best.metric
+        if before is not None and after is not None and best.agreement < DOUBTFUL and after > before:
             warnings.warn(
-                f"compress: evaluate returned {metrics[1]:.4g} for the result and {metrics[0]:.4g} for the dense "
+                f"compress: evaluate returned {after:.4g} for the result and {before:.4g} for the dense "
                 f"model, though they agree by {best.agreement:.1%} only. A higher value has to be better: for an "
                 "error, return its negative",
                 SparsityWarning,
