@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
 @pytest.mark.parametrize("content", ['{"curve": [{"x": 1}]}', '{"points": []}', '{"curve": []}', "[1, 2]", "no JSON"])
 def test_a_curve_of_another_program_is_not_overwritten(tmp_path, content):
     (tmp_path / "curve.json").write_text(content)
-    with pytest.raises(bs.BlockSparseError, match=r"folder: expected no curve\.json .*\(use another folder"):
+    with pytest.raises(bs.BlockSparseError, match=r"expected a curve\.json of an earlier run.*use another folder"):
         bs.compress(Classifier().eval(), labelled(128), **options(folder=tmp_path))
     assert (tmp_path / "curve.json").read_text() == content
 
@@ -135,7 +135,9 @@ def die_after_saves(count, model, data, folder):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-@pytest.mark.parametrize(("saves", "stage", "points"), [(1, 1, 2), (3, 0, 3)], ids=["fitted", "first stage"])
+@pytest.mark.parametrize(
+    ("saves", "stage", "points"), [(1, -1, 3), (2, -1, 3), (3, 0, 3)], ids=["fitted", "rates tested", "first stage"]
+)
 def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, points):
     data = labelled(128)
     model = trained(Classifier(), data)
@@ -149,6 +151,34 @@ def test_a_run_killed_with_9_resumes_from_its_folder(tmp_path, saves, stage, poi
     assert result.curve[0].minutes == saved["curve"][0]["minutes"], "the dense model is not measured again"
     assert len(result.curve) == points
     assert result.density <= 0.26
+    assert (tmp_path / "fit.safetensors").is_file()
+
+
+def test_an_interrupted_test_of_rates_leaves_the_fit_as_it_was(tmp_path, monkeypatch):
+    def interrupted(self, optimizer):
+        with torch.no_grad():
+            next(self.student.parameters()).fill_(1e9)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Training, "_step", interrupted)
+    with pytest.warns(bs.SparsityWarning, match="interrupted"):
+        partial = bs.compress(Classifier().eval(), labelled(128), **options(steps=600, folder=tmp_path))
+    assert all(parameter.abs().max() < 1e3 for parameter in partial.model.parameters())
+    assert not (tmp_path / "fit.safetensors").exists()
+
+
+def test_a_run_that_is_resumed_with_evaluate_measures_the_dense_model_too(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    bs.compress(model, data, **options(folder=tmp_path))
+    result = bs.compress(model, data, **options(folder=tmp_path, evaluate=lambda model: 1.0))
+    assert result.curve[0].metric == result.metric == 1
+
+
+def test_a_run_with_labels_is_not_resumed_without(tmp_path):
+    data, model = labelled(128), Classifier().eval()
+    bs.compress(model, data, **options(folder=tmp_path))
+    with pytest.raises(bs.BlockSparseError, match=r"expected a run with labels 0, data .* with labels 1"):
+        bs.compress(model, [x for x, _ in data], **options(folder=tmp_path))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")

@@ -197,12 +197,17 @@ class BatchReader:
             stacklevel=5,
         )
 
-    def check_labels(self, batches: Iterable[Any]) -> None:
-        """Raise a BlockSparseError if batches differ in the number of labels, unless `loss` reads the batches."""
+    def count_labels(self, batches: Iterable[Any]) -> int:
+        """Return how many labels each batch has.
+
+        Raises:
+            BlockSparseError: batches differ in this number, and no `loss` reads them.
+        """
         counts = sorted({len(self._labels(batch)) for batch in batches})
         if self.loss is None and len(counts) > 1:
             got = f"batches with {counts[0]} and with {counts[-1]} (or pass loss=, which reads each batch)"
             raise BlockSparseError.expected("data", "the same number of labels in each batch", got)
+        return counts[-1]
 
     def _labels(self, batch: Any) -> tuple[Any, ...]:
         """Return the values of a batch that are no arguments of the model."""

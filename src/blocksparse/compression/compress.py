@@ -74,8 +74,9 @@ def compress(
             the best, and its results are in the curve.
         folder: folder for the best model so far, `best.safetensors`, the one fitted in one shot, `fit.safetensors`, and
             `curve.json`. `load_sparsified` takes what `safetensors.torch.load_file` reads. An interrupted run in it is
-            resumed. It needs the same model, teacher, `density`, `block_size`, `skip` and `hidden`; pass the same data
-            and `loss` too. Other data give a warning, and so does another run that writes to it meanwhile.
+            resumed. It needs the same model, teacher, `density`, `block_size`, `skip`, `hidden` and number of labels;
+            pass the same data and `loss` too. Other data give a warning, and so does another run that writes to it
+            meanwhile.
         skip: modules, names or shell patterns of weights that stay dense, as for `sparsify`.
         example: inputs to measure speeds on, as for `sparsify`; by default the first held-out batch.
         hidden: weight of the error of hidden layers; see `sparsity.Distillation`.
@@ -122,7 +123,7 @@ def compress(
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
-    reader.check_labels([*read.train, *read.held_out])
+    labels = reader.count_labels([*read.train, *read.held_out])
     example = first_example(reader, read) if example is None else example
     skip = skip_by_name(model, skip)
     if run_folder is not None:
@@ -133,6 +134,7 @@ def compress(
             "hidden": hidden,
             "model": _checksum(model),
             "teacher": _checksum(model if teacher is None else teacher),
+            "labels": labels,
             "data": read.checksum(),
         }
     untied: dict[str, str] = {}

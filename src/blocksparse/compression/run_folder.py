@@ -34,7 +34,7 @@ class RunFolder:
         folder: where it is; it is made if there is none.
 
     Raises:
-        BlockSparseError: it cannot be written, or it has a curve.json of another program.
+        BlockSparseError: it cannot be written, or it has a curve.json of another program or a damaged one.
     """
 
     def __init__(self, folder: str | Path):
@@ -146,8 +146,8 @@ class RunFolder:
         except (BlockSparseError, KeyError, TypeError):
             is_curve = False
         if not is_curve:
-            expected = f"no {CURVE} of another program, which would be overwritten (use another folder)"
-            raise BlockSparseError.expected("folder", expected, path)
+            expected = f"a {CURVE} of an earlier run, or none (delete it or use another folder)"
+            raise BlockSparseError.expected("folder", expected, f"one of another program, or a damaged one: {path}")
 
 
 def _as_dicts(curve: list[Point]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ..conversion.load import load_sparsified
 from ..conversion.selection import Plan
 from ..conversion.sparsify import (
     DENSITY_TOLERANCE,
+    Survey,
     fit_values,
     no_weights_error,
     replace_weights,
@@ -56,6 +57,9 @@ DOUBTFUL = 0.9
 # Blocks are dropped in this number of steps per stage.
 DROPS = 8
 
+# The stage of a run that has fitted the model at the target density, and nothing else so far.
+FITTED = -1
+
 Evaluate = Callable[[nn.Module], float]
 
 
@@ -85,7 +89,7 @@ class CompressionRun:
         self.full_parameters = 0  # of weights that stay dense because they keep all, or most, of their blocks
         self.calibration: list[Any] | None = None  # to fit weights on, unless the model calls none of their layers
         self.sparse_before = sparse_modules(self.dense_model)
-        self.stage, self.speedup, self.steps_before = 0, 0.0, 0
+        self.stage, self.speedup, self.steps_before = FITTED, 0.0, 0
         self.speedups = SpeedUps(self.dense_model, self.example)
         self.best_of_stage: Candidate | None = None
         self.model_of_last_stage: nn.Module | None = None
@@ -105,18 +109,21 @@ class CompressionRun:
         try:
             if not resumed:
                 loss, agreed = self.training.evaluate()
-                metric = self._metric()
+                metric = self._metric(self.student)
                 if math.isinf(loss):
                     got = "inf or nan (check loss= and the labels)"
                     raise BlockSparseError.expected("model", "a finite loss on the held-out data", got)
                 if metric is not None and math.isnan(metric):
                     raise BlockSparseError.expected("evaluate", "a number for the model as it is given", "nan")
                 self.curve.append(Point(1.0, 1.0, agreed, loss, metric, self.training.budget.elapsed))
-                plan = self._choose_weights(skip)
+                plan = self._choose_weights(self._find_candidates(skip))
                 if not plan.layouts:
                     return self._result(modes)
-                if not self._sparsify_dense(plan, densities[0]):
-                    self.stage = len(densities) - 1
+                self._fit_in_one_shot(plan)
+            elif self.stage == FITTED:
+                self.weights_to_sparsify = self._find_candidates(skip).weights.keys() - self.dense_reasons.keys()
+            if self.stage == FITTED:
+                self._begin_stages(densities)
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
                 if (
@@ -135,8 +142,8 @@ class CompressionRun:
             if self.best_of_stage is None and self.model_of_last_stage is not None:  # blocks were being dropped
                 self.training.student = self.model_of_last_stage
             elif self.best_of_stage is None and self.one_shot is not None:
-                self.stage = len(densities) - 1
-                self._start_from(self.one_shot)
+                self.stage = FITTED
+                self._return_to(self.one_shot)
             if self.best_of_stage is not None:
                 self._save(self.best_of_stage, self.stage)
             self._finish_stage()
@@ -155,15 +162,20 @@ class CompressionRun:
 
     # -- stages -----------------------------------------------------------------------------------------------
 
-    def _choose_weights(self, skip: Skip) -> Plan:
+    def _find_candidates(self, skip: Skip) -> Survey:
+        """Return the weights that can become block-sparse, and note whether they can be fitted to data."""
+        candidates = survey_weights(self.dense_model, self.block_size, skip)
+        if not candidates.weights:
+            raise no_weights_error(self.dense_model, candidates)
+        calibration = self.training.data.calibration()
+        arguments = self.training.reader.arguments(calibration[0])
+        is_observed = calls_weights(self.dense_model, candidates.weights.values(), arguments)
+        self.calibration = calibration if is_observed else None
+        return candidates
+
+    def _choose_weights(self, candidates: Survey) -> Plan:
         """Choose the weights that are faster block-sparse on the example, and return their layouts at the target."""
         model = self.dense_model
-        candidates = survey_weights(model, self.block_size, skip)
-        if not candidates.weights:
-            raise no_weights_error(model, candidates)
-        calibration = self.training.data.calibration()
-        if calls_weights(model, candidates.weights.values(), self.training.reader.arguments(calibration[0])):
-            self.calibration = calibration
         plan = select_blocks(model, candidates, self.target, None, "careful", None, self.calibration, limit_loss=False)
         plan = keep_faster(model, plan, self.example)
         self.dense_reasons = {name: plan.reasons[name] for name in candidates.weights if name not in plan.layouts}
@@ -174,7 +186,6 @@ class CompressionRun:
                 SparsityWarning,
                 stacklevel=4,
             )
-        self.weights_to_sparsify = set(plan.layouts)
         self._tie_others(plan.layouts)
         self._count_full_weights()
         return plan
@@ -227,63 +238,69 @@ class CompressionRun:
             )
         self._finish_stage()
 
-    def _sparsify_dense(self, plan: Plan, density: float) -> bool:
-        """Fit the dense student in one shot at the target, and at the density of the first stage if there is time.
-
-        Returns:
-            whether there was time; otherwise the student is the one-shot model.
-        """
-        budget, dense_student = self.training.budget, self.student
+    def _fit_in_one_shot(self, plan: Plan) -> None:
+        """Fit the dense model in one shot at the target, by the layouts of a plan."""
+        budget = self.training.budget
         begin = budget.elapsed
-        loss, agreed = self._sparsify_better(dense_student, self.target, plan)
+        self.weights_to_sparsify = set(plan.layouts)
+        loss, agreed = self._sparsify_better(self.target, plan)
         self.training.forget_targets()
         self.fit_minutes = budget.elapsed - begin
         speedup = self.speedups.measure(self.student)
-        point = Point(self._density(), speedup, agreed, loss, self._metric(), budget.elapsed)
+        point = Point(self._density(), speedup, agreed, loss, self._metric(self.student), budget.elapsed)
         self.one_shot = OneShot(self.student, point)
-        self._save(Candidate(copy_state(self.student), point), stage=len(stage_densities(self.target)) - 1)
-        rate, trained_loss = self._test_rates()
-        self.one_shot = OneShot(self.student, point, rate, trained_loss)
-        if self.folder is not None:
-            self.folder.save_fit(Candidate(self.student.state_dict(), point), rate, trained_loss)
-        if density <= self.target or (budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes):
-            self._start_from(self.one_shot)
-            return False
-        self._sparsify_better(dense_student, density)
-        return True
+        self._save(Candidate(copy_state(self.student), point), FITTED)
+
+    def _begin_stages(self, densities: list[float]) -> None:
+        """Test the learning rate of the one-shot model, and choose the first stage.
+
+        If there is time, the dense model is also fitted at the density of that stage. Otherwise it is the last stage,
+        in which the one-shot model is trained.
+        """
+        budget, one_shot = self.training.budget, self.one_shot
+        assert one_shot is not None
+        if not one_shot.rate:
+            rate, trained_loss = self._test_rates()
+            one_shot = self.one_shot = replace(one_shot, rate=rate, trained_loss=trained_loss)
+            if self.folder is not None:
+                self.folder.save_fit(Candidate(self.student.state_dict(), one_shot.point), rate, trained_loss)
+        is_slow = budget.minutes is not None and self.fit_minutes > FIT_SHARE * budget.minutes
+        if is_slow or len(densities) == 1:
+            self.stage = len(densities) - 1
+            self._start_from(one_shot)
+        else:
+            self._sparsify_better(densities[0])
+            self.stage = 0
 
     @torch.no_grad()
-    def _sparsify_better(
-        self, dense_student: nn.Module, density: float, plan: Plan | None = None
-    ) -> tuple[float, float]:
-        """Make the student block-sparse, fitted or not, whichever is better; return its held-out loss and agreement.
+    def _sparsify_better(self, density: float, plan: Plan | None = None) -> tuple[float, float]:
+        """Make the student from the dense model, fitted or not, whichever is better; return its loss and agreement.
 
         Fitted recurrent layers may be worse, as their errors add up over steps. If a model has outputs for each step,
         they are not fitted over whole sequences: this would take minutes, in which training gains more.
 
         Args:
-            dense_student: the dense model.
             density: the density of the chosen weights.
             plan: their layouts if they are selected already.
         """
-        skip = [weight.name for weight in prunable(dense_student, 1) if weight.name not in self.weights_to_sparsify]
+        skip = [weight.name for weight in prunable(self.dense_model, 1) if weight.name not in self.weights_to_sparsify]
         results = []
         with _without_warnings():
             for batches in [self.calibration, None] if self.calibration else [None]:
                 if plan is None or batches is not self.calibration:
-                    candidates = survey_weights(dense_student, self.block_size, skip)
+                    candidates = survey_weights(self.dense_model, self.block_size, skip)
                     size = sum(weight.tensor.numel() for weight in candidates.weights.values())
                     least = least_density({name: weight.blocks for name, weight in candidates.weights.items()})
                     options = (max(self._without_full(density, size), least), None, "careful", None, batches)
-                    plan = select_blocks(dense_student, candidates, *options, limit_loss=False)
+                    plan = select_blocks(self.dense_model, candidates, *options, limit_loss=False)
                 more: dict[str, Any] = {
                     "choose": True,
                     "inplace": False,
                     "states": not self.has_steps,
                     "stop": self._end_fit,
                 }
-                fitted, chosen = fit_values(dense_student, plan, batches, **more)
-                student = replace_weights(dense_student, fitted, chosen, None, inplace=False)
+                fitted, chosen = fit_values(self.dense_model, plan, batches, **more)
+                student = replace_weights(self.dense_model, fitted, chosen, None, inplace=False)
                 self.training.student = student
                 results.append((self.training.evaluate(), student))
         best, self.training.student = min(results, key=lambda result: result[0][0])
@@ -299,11 +316,15 @@ class CompressionRun:
         return self.one_shot if self.one_shot is not None and score(self.one_shot.point) > score(point) else None
 
     def _start_from(self, one_shot: OneShot) -> None:
-        """Continue with a copy of the model fitted in one shot, which is the best of the stage so far."""
-        self.training.student, self.speedup = copy_model(one_shot.model), one_shot.point.speedup
+        """Train a copy of the model fitted in one shot from now on."""
+        self._return_to(one_shot)
         self.steps_before = self.training.budget.spent_steps
-        self.best_of_stage = Candidate(copy_state(one_shot.model), one_shot.point)
         self.started_from_one_shot = True
+
+    def _return_to(self, one_shot: OneShot) -> None:
+        """Take a copy of the model fitted in one shot as the student, and as the best of the stage so far."""
+        self.training.student, self.speedup = copy_model(one_shot.model), one_shot.point.speedup
+        self.best_of_stage = Candidate(copy_state(one_shot.model), one_shot.point)
 
     def _check_stage(self, loss: float, agreed: float) -> bool:
         """Keep the student's state if it is the best; return whether to continue with the one-shot model instead."""
@@ -347,7 +368,7 @@ class CompressionRun:
         """Keep the student's state if it is the best of its stage, and save the run."""
         self.speedup = self.speedup or self.speedups.measure(self.student)
         minutes = self.training.budget.elapsed
-        point = Point(self._density(), self.speedup, agreed, loss, self._metric(), minutes)
+        point = Point(self._density(), self.speedup, agreed, loss, self._metric(self.student), minutes)
         if self.best_of_stage is None or score(point) > score(self.best_of_stage.point):
             self.best_of_stage = Candidate(copy_state(self.student), point)
             self.training.label = f"density {point.density:.3g}, {point.speedup:.3g}x, agreement {agreed:.1%}"
@@ -413,12 +434,12 @@ class CompressionRun:
 
     # -- measures ---------------------------------------------------------------------------------------------
 
-    def _metric(self) -> float | None:
-        """Return what `evaluate` returns for the student, or None without it."""
+    def _metric(self, model: nn.Module) -> float | None:
+        """Return what `evaluate` returns for a model, or None without it."""
         if self.evaluate is None:
             return None
-        with torch.no_grad(), evaluation_mode(self.student):
-            value = self.evaluate(self.student)
+        with torch.no_grad(), evaluation_mode(model):
+            value = self.evaluate(model)
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -436,6 +457,7 @@ class CompressionRun:
             "minutes": budget.elapsed,
             "steps": budget.spent_steps,
             "dense": self.dense_reasons,
+            "fit_minutes": self.fit_minutes,
             "from_fit": self.started_from_one_shot,
         }
         self.folder.save(best, self.curve, about)
@@ -447,22 +469,29 @@ class CompressionRun:
             return False
         best, self.curve, about = saved
         self._tie_others([name for name in self.untied if name not in best.state])
+        self.curve[0] = self._with_metric(self.curve[0], self.dense_model)
         if self.folder is not None and (fitted := self.folder.load_fit()) is not None:
             fit, rate, trained_loss = fitted
-            if (fit.point.metric is None) == (self.evaluate is None):
-                model = load_sparsified(copy_model(self.student), fit.state)
-                self.one_shot = OneShot(model, fit.point, rate, trained_loss)
-                self.started_from_one_shot = about.get("from_fit", False)
+            model = load_sparsified(copy_model(self.student), fit.state)
+            self.one_shot = OneShot(model, self._with_metric(fit.point, model), rate, trained_loss)
+            self.started_from_one_shot = about.get("from_fit", False)
         self.training.student = load_sparsified(self.student, best.state)
         self.stage, self.dense_reasons = about["stage"], about["dense"]
+        self.fit_minutes = about.get("fit_minutes", 0.0)
         self._count_full_weights()
         self.training.budget.earlier_minutes, self.training.budget.spent_steps = about["minutes"], about["steps"]
         self.training.forget_targets()
-        point = best.point
-        if (point.metric is None) != (self.evaluate is None):
-            point = replace(point, metric=self._metric())
-        self.best_of_stage = Candidate(copy_state(self.student), point)
+        point = self._with_metric(best.point, self.student)
+        if self.stage != FITTED:
+            self.best_of_stage = Candidate(copy_state(self.student), point)
+        elif self.one_shot is None:
+            self.one_shot = OneShot(self.student, point)
         return True
+
+    def _with_metric(self, point: Point, model: nn.Module) -> Point:
+        """Return the point of a model with a metric if `evaluate` is given now, and without one otherwise."""
+        has_metric = (point.metric is None) == (self.evaluate is None)
+        return point if has_metric else replace(point, metric=self._metric(model))
 
 
 @contextmanager

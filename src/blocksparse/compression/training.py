@@ -303,13 +303,15 @@ class Training:
         begin, state = self.budget.used, copy_state(self.student)
         for number, rate in enumerate(RATES):
             optimizer, end = self._optimizer(rate), begin + share * (number + 1) / len(RATES)
-            for step in range(RATE_STEPS):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * min(1.0, (step + 1) / 5)
-                if not math.isfinite(self._step(optimizer)) or self.budget.used >= end:
-                    break
-            losses[rate] = self.evaluate()[0]
-            self.student.load_state_dict(state)
+            try:
+                for step in range(RATE_STEPS):
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate * min(1.0, (step + 1) / 5)
+                    if not math.isfinite(self._step(optimizer)) or self.budget.used >= end:
+                        break
+                losses[rate] = self.evaluate()[0]
+            finally:  # also if interrupted
+                self.student.load_state_dict(state)
             if self.budget.used >= 1:
                 break
         best = min(before, *losses.values())
