@@ -318,6 +318,7 @@ def test_weights_that_keep_all_blocks_count_towards_the_density(monkeypatch, tmp
         stored = sum(module.values.numel() for module in weights_of(result.model)) + 16 * 8
         assert stored / (32 * 64 + 64 * 16 + 16 * 8) == pytest.approx(result.density)
     measured = bs.tradeoff(model, data, densities=[0.4], block_size=8)
+    assert f"agreement on {measured.samples:,} held-out samples" in str(measured)
     assert measured.points[1].density == pytest.approx(0.4, abs=0.012)
 
 

@@ -103,6 +103,13 @@ def test_a_batch_that_differs_is_named():
             call()
 
 
+def test_arrays_of_numpy_are_refused_by_name():
+    data = [x.numpy() for x, _ in labelled()]
+    for call in (lambda: bs.compress(Classifier().eval(), data, **OPTIONS), lambda: bs.tradeoff(Classifier(), data)):
+        with pytest.raises(bs.BlockSparseError, match=r"NumPy arrays \(pass torch\.from_numpy\(x\) instead\)"):
+            call()
+
+
 def test_tradeoff_names_inputs_that_are_too_large():
     with pytest.raises(bs.BlockSparseError, match=r"the inputs of first\.weight: expected numbers whose squares"):
         bs.tradeoff(Classifier().eval(), [1e30 * x for x, _ in labelled(64)], densities=[0.5], block_size=8)

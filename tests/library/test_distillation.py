@@ -73,3 +73,9 @@ def test_hidden_layers_are_compared():
     other = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)))
     with pytest.raises(bs.BlockSparseError, match="teacher: expected a layer"):
         bs.sparsity.Distillation(other, student, hidden=1.0)(x)
+
+
+def test_a_whole_batch_as_one_argument_is_refused():
+    model = nn.Linear(16, 4)
+    with pytest.raises(bs.BlockSparseError, match=r"batch: expected the model's arguments one by one"):
+        bs.sparsity.Distillation(model, model)((torch.randn(8, 16), torch.zeros(8)))

@@ -22,7 +22,7 @@ from ..conversion.sparsify import Survey, no_weights_error, select_blocks, spars
 from ..conversion.speed import Example, keep_faster
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
-from ..sparsity.calibration.calibrate import Batches, batch_error, progress, values_of
+from ..sparsity.calibration.calibrate import Batches, batch_error, progress, sample_count, values_of
 from ..sparsity.distillation import Distillation, Targets, agreement
 from ..sparsity.selection import check_density, dense_norms, top_blocks
 from ..surgery.blocks import mask_blocks_
@@ -87,10 +87,12 @@ class Tradeoff:
     Args:
         points: the dense model and the model at each density, fitted to the data but not trained.
         layers: the layers, those that take most time first.
+        samples: how many held-out samples the agreement was measured on.
     """
 
     points: tuple[Point, ...]
     layers: tuple[LayerShare, ...]
+    samples: int = 0
 
     @property
     def recommendation(self) -> str:
@@ -144,7 +146,8 @@ class Tradeoff:
         if others := self.layers[MAX_LAYERS:]:
             numbers = f"{sum(layer.parameters for layer in others):>13,}{sum(layer.time for layer in others):>8.1%}"
             rows.append(f"{f'{len(others)} more':<{width}}{numbers}")
-        return "\n".join([curve_table(self.points, minutes=False), "", head, *rows, "", self.recommendation])
+        note = f"agreement on {self.samples:,} held-out samples\n"
+        return "\n".join([curve_table(self.points, minutes=False), note, head, *rows, "", self.recommendation])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw agreement and speed-up over density, and the time of each layer; see `CompressionResult.plot`."""
@@ -192,9 +195,9 @@ def tradeoff(
 ) -> Tradeoff:
     """Measure speed and agreement with the dense model at several densities, without training.
 
-    This takes seconds for small models and a few minutes for large ones, for which samples are left out, and layers are
-    fitted one by one. Then `sparsify` with the same data may agree better than measured here. Densities that leave a
-    weight without a block are left out. Output layers that share an embedding's weight count as untied.
+    This takes up to half a minute for small models, and a few minutes for large ones: samples are left out then, and
+    layers are fitted one by one, so that `sparsify` with the same data may agree better than measured here. Densities
+    that leave a weight without a block are left out. Output layers that share an embedding's weight count as untied.
 
     Args:
         model: a trained model; it stays as it is.
@@ -266,7 +269,8 @@ def tradeoff(
         speedup = speedups.measure(sparse) if sparse_modules(sparse) else 1.0
         minutes = (time.monotonic() - begin) / 60
         points.append(Point(density_of(sparse, full=full), speedup, measure_agreement(sparse), minutes=minutes))
-    return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)))
+    samples = sum(map(sample_count, held_out))
+    return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)), samples)
 
 
 def _possible(densities: list[float], candidates: Survey) -> list[float]:

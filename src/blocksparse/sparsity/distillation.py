@@ -67,8 +67,8 @@ class Distillation:
         temperature: divisor of the logits for "kl", 1 by default.
 
     Raises:
-        BlockSparseError: options out of range; when called, outputs that differ in names or shapes, and a `hidden`
-            layer that the teacher does not have.
+        BlockSparseError: options out of range; when called, outputs that differ in names or shapes, a `hidden` layer
+            that the teacher does not have, and a whole batch as one argument that the teacher does not accept.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -105,7 +105,13 @@ class Distillation:
         self.hidden, self.temperature = number("hidden", hidden, 0), number("temperature", temperature, 1e-6)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        targets = self.run_teacher(*args, **kwargs)
+        try:
+            targets = self.run_teacher(*args, **kwargs)
+        except TypeError as error:
+            if batches := [type(each).__name__ for each in args if isinstance(each, tuple | list | Mapping)]:
+                expected = "the model's arguments one by one, without labels, as in distillation(x) or (**batch)"
+                raise BlockSparseError.expected("batch", expected, f"a {batches[0]}: {error}") from error
+            raise
         result = self.run_student(*args, **kwargs)
         self.output = result.output
         return self.loss(result, targets)

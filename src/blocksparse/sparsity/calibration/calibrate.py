@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -158,7 +159,11 @@ def batch_error(model: nn.Module, batch: Any, error: Exception, *, with_label: b
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             inside = names.get(owner, inside)
-    got = f"a batch of {describe(batch)}, on which {inside or type(model).__name__} fails: {error}"
+    if any(isinstance(each, np.ndarray) for each in values_of(batch)):
+        why = "it has NumPy arrays (pass torch.from_numpy(x) instead)"
+    else:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    got = f"a batch of {describe(batch)}, on which {inside or type(model).__name__} fails: {why}"
     if with_label:
         expected = "batches of the model's arguments, and at most one label after them"
         return BlockSparseError.expected("data", expected, got, Page.COMPRESS)
