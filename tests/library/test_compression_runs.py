@@ -1,5 +1,6 @@
 """Runs of `compress` that are interrupted, killed, short of disk, time or finite numbers; tied output layers."""
 
+import io
 import itertools
 import math
 import os
@@ -379,3 +380,13 @@ def test_an_output_layer_that_stays_dense_stays_tied(tmp_path):
         result = bs.compress(model, data, **options(folder=tmp_path, skip=["head"]))
         assert len(weights_of(result.model)) == 1
         assert result.model.head.weight is result.model.words.weight
+
+
+def test_a_terminal_shows_what_is_done_before_training(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    bs.compress(Classifier().eval(), labelled(128), **options())
+    for work in ("choosing weights", "fitting to density 0.25", "testing learning rates"):
+        assert f"] {work}" in stream.getvalue()
+    assert stream.getvalue().endswith("\r"), "the line is removed at the end"

@@ -176,6 +176,7 @@ class CompressionRun:
     def _choose_weights(self, candidates: Survey) -> Plan:
         """Choose the weights that are faster block-sparse on the example, and return their layouts at the target."""
         model = self.dense_model
+        self.training.show_work("choosing weights by their speed")
         plan = select_blocks(model, candidates, self.target, None, "careful", None, self.calibration, limit_loss=False)
         plan = keep_faster(model, plan, self.example)
         self.dense_reasons = {name: plan.reasons[name] for name in candidates.weights if name not in plan.layouts}
@@ -283,6 +284,7 @@ class CompressionRun:
             density: the density of the chosen weights.
             plan: their layouts if they are selected already.
         """
+        self.training.show_work(f"fitting to density {density:.3g}")
         skip = [weight.name for weight in prunable(self.dense_model, 1) if weight.name not in self.weights_to_sparsify]
         results = []
         with _without_warnings():
@@ -362,6 +364,7 @@ class CompressionRun:
 
     def _test_rates(self) -> tuple[float, float]:
         """Return the learning rate that trains the student best, and the held-out loss after the test."""
+        self.training.show_work("testing learning rates")
         return self.training.find_rate(RATE_SHARE * (1 - self.training.budget.used))
 
     def _keep_if_best(self, loss: float, agreed: float) -> None:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError, SparsityWarning
-from ..sparsity.calibration.calibrate import LINE_SECONDS, PROGRESS_DELAY, batch_error, byte_count, sample_count
+from ..sparsity.calibration.calibrate import (
+    COLUMNS,
+    LINE_SECONDS,
+    PROGRESS_DELAY,
+    batch_error,
+    byte_count,
+    sample_count,
+)
 from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
 from ..surgery.model_tools import evaluation_mode
 from .batches import MAX_BYTES, BatchReader, Data, form_of, is_finite
@@ -51,8 +58,8 @@ MIN_BATCH_FOR_STATISTICS, STATISTICS_BATCHES, STATISTICS_TOLERANCE = 16, 3, 1.3
 # Of n steps, about the last n / (1 + this number) count in the average of the weights.
 AVERAGE_DECAY = 8
 
-# Characters of the progress line, and of the bar in it.
-COLUMNS, BAR = 79, 10
+# Characters of the bar in the progress line.
+BAR = 10
 
 Drop = Callable[[torch.optim.Optimizer | None], object]
 
@@ -386,13 +393,22 @@ class Training:
         if now - self._shown < (PROGRESS_DELAY if is_terminal else LINE_SECONDS):
             return
         if now - self._last_shown > (0.5 if is_terminal else LINE_SECONDS):
-            self._last_shown = now
-            done = int(BAR * min(1.0, self.budget.used))
-            line = f"[{'#' * done:-<{BAR}}] {self.label}, loss {loss:.3g}, {self.budget.left()}"
-            if is_terminal:
-                print(f"\r{line:<{COLUMNS}.{COLUMNS}}", end="", file=sys.stderr, flush=True)
-            else:
-                print(line.strip(), file=sys.stderr, flush=True)
+            self._print(f"{self.label}, loss {loss:.3g}, {self.budget.left()}")
+
+    def show_work(self, what: str) -> None:
+        """Show on a terminal what is done before, or between, the steps."""
+        if sys.stderr.isatty():
+            self._print(what)
+
+    def _print(self, text: str) -> None:
+        """Print the used part of the budget with a text."""
+        self._last_shown = time.monotonic()
+        done = int(BAR * min(1.0, self.budget.used))
+        line = f"[{'#' * done:-<{BAR}}] {text}"
+        if sys.stderr.isatty():
+            print(f"\r{line:<{COLUMNS}.{COLUMNS}}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def clear_line(self) -> None:
         """Remove the state from the terminal."""

@@ -17,7 +17,7 @@ from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, find_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
-from .calibration.calibrate import arguments_of, batch_error, count_positional
+from .calibration.calibrate import arguments_of, batch_error, count_positional, progress
 
 # Steps of the search in a group. In the first ones blocks near the threshold count in part.
 SOFT_STEPS, STEPS = 8, 12
@@ -78,7 +78,7 @@ def permute_features(
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))
     before = _outputs(permuted, example, args, kwargs)
     weights = {id(weight.tensor): weight for weight in prunable(permuted, block_size, skip)}
-    for group in _find_groups(permuted, args, kwargs):
+    for group in progress(_find_groups(permuted, args, kwargs), "features ordered:"):
         order = _best_order(group, weights, density)
         if order is not None:
             group.permute(order)

@@ -28,6 +28,7 @@ MAX_BYTES = 2**28
 
 PROGRESS_DELAY = 2.0  # seconds before progress is shown on a terminal
 LINE_SECONDS = 30.0  # seconds between lines of progress in a file or a notebook
+COLUMNS = 79  # characters of a line of progress
 T = TypeVar("T")
 
 
@@ -221,7 +222,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
     try:
         for done, item in enumerate(items):
             if sys.stderr.isatty() and time.monotonic() - begin > PROGRESS_DELAY:
-                print(f"\r{label} {done + 1}/{total}", end="", file=sys.stderr, flush=True)
+                print(f"\r{f'{label} {done + 1}/{total}':<{COLUMNS}}", end="", file=sys.stderr, flush=True)
                 shown = True
             elif not sys.stderr.isatty() and time.monotonic() - begin > LINE_SECONDS:
                 print(f"{label} {done + 1}/{total}", file=sys.stderr, flush=True)
