@@ -70,7 +70,7 @@ def rounds_to(figure: str, measured: str) -> bool:
 
 def section(page: str, heading: str) -> str:
     """Return the text of a section, each paragraph in one line."""
-    text = (RESULTS / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    text = re.split(rf"\n##+ {re.escape(heading)}\n", (RESULTS / page).read_text())[1].split("\n## ")[0]
     return re.sub(r"(?<=\S)\n(?=\w)", " ", text)
 
 
@@ -123,7 +123,7 @@ def test_the_overview_gives_the_answers_of_its_sections():
     rows = re.findall(r"\| \*\*(\w+)\*\*: [^|]* \| \[[^]]*\]\((\w+\.md)#([\w-]+)\)", index)
     assert len(rows) > 10
     for first_word, page, anchor in rows:
-        headings = re.findall(r"^## (.*)$", (RESULTS / page).read_text(), re.MULTILINE)
+        headings = re.findall(r"^##+ (.*)$", (RESULTS / page).read_text(), re.MULTILINE)
         (heading,) = [one for one in headings if re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") == anchor]
         assert section(page, heading).lstrip().startswith(f"**{first_word}"), heading
 
