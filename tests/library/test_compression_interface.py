@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import blocksparse as bs
 from blocksparse.compression import LayerShare, Point, Tradeoff, measures, stages, training
@@ -101,6 +102,68 @@ def test_a_batch_that_differs_is_named():
     for call in (lambda: bs.compress(Classifier().eval(), data, **OPTIONS), lambda: bs.tradeoff(Classifier(), data)):
         with pytest.raises(bs.BlockSparseError, match=r"a batch of \[32, 17\], \[32\], on which first fails"):
             call()
+
+
+@pytest.mark.parametrize("shift", [100, -50])
+def test_labels_that_are_no_classes_in_one_batch_are_reported(shift):
+    data = labelled()
+    data[3] = (data[3][0], data[3][1] + shift)
+    with pytest.warns(bs.SparsityWarning, match=r"labels from -?\d+ to -?\d+, and the model has classes from 0 to 7"):
+        bs.compress(Classifier().eval(), data, **OPTIONS)
+
+
+@pytest.mark.parametrize("index", [0, 7])
+def test_a_batch_without_known_labels_has_no_task_loss(index):
+    data = labelled()
+    data[index] = (data[index][0], torch.full_like(data[index][1], -100))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "compress: the labels")
+        assert bs.compress(Classifier().eval(), data, **OPTIONS).curve
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 32)
+
+    def forward(self, x):
+        return pad_packed_sequence(self.lstm(x)[0])[0]
+
+
+def test_a_packed_sequence_has_no_labels():
+    data = [pack_sequence([torch.randn(n, 16) for n in (7, 5, 2)]) for _ in range(8)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "compress: the labels")
+        assert bs.compress(Sequences().eval(), data, **OPTIONS).curve
+
+
+class Failing(nn.Module):
+    """A model that fails in its second call with gradients, or for batches of 13 samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += torch.is_grad_enabled()
+        if self.calls == 2 or len(x) == 13:
+            raise ValueError("boom")
+        return self.last(self.first(x).relu())
+
+
+def test_a_model_that_fails_in_training_names_the_batch():
+    data = list(torch.randn(256, 16).split(32))
+    with pytest.raises(bs.BlockSparseError, match=r"data: .* a batch of \[32, 16\], on which Failing fails: boom"):
+        bs.compress(Failing().eval(), data, **OPTIONS)
+    data[2] = data[2][:13]
+    with pytest.raises(bs.BlockSparseError, match=r"data: .* a batch of \[13, 16\], on which Failing fails: boom"):
+        bs.compress(Failing().eval(), data, **OPTIONS)
+
+
+def test_an_evaluate_that_fails_is_named():
+    with pytest.raises(bs.BlockSparseError, match="evaluate: expected a function of the model, got ZeroDivisionError"):
+        bs.compress(Classifier().eval(), labelled(), evaluate=lambda model: 1 / 0, **OPTIONS)
 
 
 def test_arrays_of_numpy_are_refused_by_name():
@@ -234,7 +297,7 @@ def test_the_progress_line_has_80_columns_and_goes_at_the_end(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(training.time, "monotonic", lambda: float(next(clock)))
     bs.compress(Classifier().eval(), labelled(), **OPTIONS)
-    lines = terminal.getvalue().split("\r")
+    lines = terminal.getvalue().replace("\n", "\r").split("\r")
     assert all(len(line) < 80 for line in lines)
     assert any(all(word in line for word in ("density 0.5", "x, agreement", "loss", "left", "[#")) for line in lines)
     assert lines[-2].strip() == lines[-1] == ""
@@ -320,7 +383,7 @@ def test_many_layers_fit_into_80_columns(tmp_path, name):
     assert max(map(len, lines)) < 80
     assert len(lines) < 40
     assert "28 more" in str(measured)
-    assert f".11.{name}" in lines[16]
+    assert f".11.{name}" in lines[17]
     assert "-" not in lines[2], "an agreement below 0 is shown as 0"
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "tradeoff.png")

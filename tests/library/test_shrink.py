@@ -609,3 +609,10 @@ def test_outputs_that_would_differ_are_refused():
     model = prune_units(Sized(nn.Linear(6, 30), nn.Linear(30, 2)))
     with pytest.raises(bs.BlockSparseError, match="equal outputs on the example"):
         bs.shrink(model, torch.randn(3, 6))
+
+
+def test_looking_for_inputs_leaves_the_random_state_alone():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    state = torch.get_rng_state()
+    bs.shrink(model)
+    assert torch.equal(state, torch.get_rng_state())

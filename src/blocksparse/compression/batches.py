@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..checkpoint import bytes_of
 from ..errors import BlockSparseError, SparsityWarning
@@ -211,8 +212,30 @@ class BatchReader:
 
     def _labels(self, batch: Any) -> tuple[Any, ...]:
         """Return the values of a batch that are no arguments of the model."""
-        is_tuple = isinstance(batch, tuple | list) and self._max_args is not None
-        return tuple(batch)[self._max_args :] if is_tuple else ()
+        is_tuple = isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence)
+        return tuple(batch)[self._max_args :] if is_tuple and self._max_args is not None else ()
+
+    def warn_of_unknown_classes(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        """Warn if the labels of some batches are ignored, because not all of them are classes as in the first batch."""
+        output, labels = self.run(model, batches[0]), self._labels(batches[0])
+        if self.loss is not None or len(labels) != 1 or not isinstance(output, Tensor):
+            return
+        if not _are_classes(labels[0], output):
+            return
+        classes, others = output.shape[-1], list[int]()
+        for batch in batches:
+            known = self._labels(batch)[0]
+            known = known[known != IGNORED]
+            extremes = [int(value) for value in known.aminmax()] if known.numel() else [0]
+            others += extremes if min(extremes) < 0 or max(extremes) >= classes else []
+        if others:
+            warnings.warn(
+                f"compress: some batches have labels from {min(others)} to {max(others)}, and the model has classes "
+                f"from 0 to {classes - 1}: all labels of these batches are ignored. Write {IGNORED} for rows without "
+                "a label.",
+                SparsityWarning,
+                stacklevel=3,
+            )
 
     def task_loss(self, output: Any, batch: Any) -> Tensor | None:
         """Return the task loss of an output, or None if the batch has no labels and the output no loss."""
@@ -230,7 +253,7 @@ class BatchReader:
         labels = self._labels(batch)
         if not isinstance(output, Tensor) or len(labels) != 1:
             return None
-        if not _are_classes(labels[0], output):
+        if not _are_classes(labels[0], output) or bool((labels[0] == IGNORED).all()):
             return None
         return F.cross_entropy(output.flatten(0, -2), labels[0].long().to(output.device).flatten())
 
@@ -281,4 +304,4 @@ def _are_classes(labels: Any, output: Tensor) -> bool:
     if output.dim() < 2 or labels.shape != output.shape[:-1]:
         return False
     classes = labels[labels != IGNORED]
-    return classes.numel() > 0 and 0 <= int(classes.min()) <= int(classes.max()) < output.shape[-1]
+    return not classes.numel() or 0 <= int(classes.min()) <= int(classes.max()) < output.shape[-1]

@@ -92,7 +92,7 @@ def compress(
             a teacher with other outputs or with outputs that are not finite, a model without weights to train, or a
             folder of another run, with a `curve.json` of another program, or one that cannot be written. A
             `SparsityWarning` says if nothing became sparse, the density was not reached, the budget was too short to
-            fit or train, or the disk is full.
+            fit or train, labels are ignored, or the disk is full.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -146,6 +146,7 @@ def compress(
     dense_model = copy_model(model).eval()
     teacher = dense_model if teacher is None else teacher
     kind = reader.output_kind(dense_model, read.held_out[0], warn=True)
+    reader.warn_of_unknown_classes(dense_model, [*read.held_out, *read.train])
     rows = reader.rows_per_sample(dense_model, read.held_out[0])
     read.limit_held_out(rows)
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)

@@ -442,7 +442,11 @@ class CompressionRun:
         if self.evaluate is None:
             return None
         with torch.no_grad(), evaluation_mode(model):
-            value = self.evaluate(model)
+            try:
+                value = self.evaluate(model)
+            except Exception as error:  # the user's function may raise anything
+                got = f"{type(error).__name__}: {error}"
+                raise BlockSparseError.expected("evaluate", "a function of the model", got) from error
         try:
             return float(value)
         except (TypeError, ValueError) as error:

@@ -170,11 +170,20 @@ class Training:
         """Return (loss on a batch, the student's outputs, the teacher's outputs); the loss includes the task loss."""
         targets = self.targets(index, held_out=held_out)
         batch = (self.data.held_out if held_out else self.data.train)[index]
-        args, kwargs = self.reader.arguments(batch)
-        result = self.distillation.run_student(*args, **kwargs)
+        result = self._run_student(batch)
         loss = self.distillation.loss(result, targets)
         task_loss = self.reader.task_loss(result.output, batch)
         return loss if task_loss is None else loss + task_loss, result, targets
+
+    def _run_student(self, batch: Any) -> Targets:
+        """Return what the student computes for a batch; raise a BlockSparseError that names the batch if it fails."""
+        args, kwargs = self.reader.arguments(batch)
+        try:
+            return self.distillation.run_student(*args, **kwargs)
+        except BlockSparseError:
+            raise
+        except Exception as error:  # the user's module may raise anything
+            raise batch_error(self.student, batch, error, with_label=True) from error
 
     def forget_targets(self) -> None:
         """Clear the cache, because other layers are compared from now on."""
@@ -183,22 +192,18 @@ class Training:
     def check(self) -> None:
         """Raise a BlockSparseError unless student and teacher return the same kind of outputs for the first batch.
 
-        The teacher also runs on batches of other forms, and on those that are not finite, so that errors in them come
-        now and not after minutes.
+        The teacher also runs on batches of other forms, on those that are not finite, and on those to fit weights on,
+        so that errors in them come now and not after minutes.
         """
-        args, kwargs = self.reader.arguments(self.data.held_out[0])
         with torch.no_grad(), evaluation_mode(self.student):
-            try:
-                result = self.distillation.run_student(*args, **kwargs)
-            except Exception as error:  # the user's module may raise anything
-                raise batch_error(self.student, self.data.held_out[0], error, with_label=True) from error
+            result = self._run_student(self.data.held_out[0])
         check_same_outputs(result.tensors, self.targets(0, held_out=True).tensors)
-        seen = set[Any]()
+        seen, calibration = set[Any](), {id(batch) for batch in self.data.calibration()}
         for held_out, batches in ((False, self.data.train), (True, self.data.held_out)):
             for index, batch in enumerate(batches):
                 is_new = len(seen) < MAX_FORMS and form_of(batch) not in seen
                 seen.add(form_of(batch))
-                if is_new or not is_finite(batch):
+                if is_new or id(batch) in calibration or not is_finite(batch):
                     self.targets(index, held_out=held_out)
 
     @torch.no_grad()

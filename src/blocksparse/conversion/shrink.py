@@ -52,8 +52,9 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     Args:
         model: a dense or block-sparse model. It stays as it is.
         example: inputs to run it on: a tensor, a tuple or list of positional arguments or a dict of keyword arguments.
-            A call on them shows which layer reads what, and the outputs of both models on them are compared. Without an
-            example, inputs that the model accepts are looked for by the sizes of its layers.
+            A call on them shows which layer reads what, and the outputs of both models on them are compared. Branches
+            of the model's code that the example does not take may fail later. Without an example, inputs that the model
+            accepts are looked for by the sizes of its layers.
 
     Returns:
         The smaller model; modules of torch.nn, except for recurrent layers that stay ours. A SparsityWarning names
@@ -83,7 +84,9 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         raise BlockSparseError("model: some parameters are not initialized yet: call the model once first.")
     dense = densify(model)
-    example = find_inputs(dense) if example is None else example
+    if example is None:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            example = find_inputs(dense)
     error, tolerance = _remove_useless_units(dense, example, heads=True)
     if not error <= tolerance:
         dense = densify(model)
