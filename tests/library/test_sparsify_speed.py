@@ -276,11 +276,14 @@ def test_a_report_fits_into_columns(width, speeds):
     assert "2 groups" in text
 
 
-def test_an_undecided_timing_is_repeated_with_the_shortest_times(monkeypatch):
+@pytest.mark.parametrize("is_slower", [False, True], ids=["undecided", "slower"])
+def test_an_undecided_or_slow_timing_is_repeated_with_the_shortest_times(monkeypatch, is_slower):
     calls = []
 
     def alternate(named, rounds, budget, clock):
         calls.append(rounds)
+        if is_slower and rounds == 7:
+            return Samples({"sparse": [9.0, 8.0, 9.0], "dense": [3.0, 3.0, 3.0]}, {"sparse": 1, "dense": 1})
         # The quickest call of the sparse module takes a third; most are held up by something else.
         return Samples({"sparse": [1.0, 9.0, 9.0, 2.0], "dense": [3.0, 3.0, 9.0, 9.0]}, {"sparse": 1, "dense": 1})
 
