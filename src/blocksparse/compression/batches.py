@@ -223,9 +223,10 @@ class BatchReader:
         if not _are_classes(labels[0], output):
             return
         classes, others = output.shape[-1], list[int]()
-        for batch in batches:
-            known = self._labels(batch)[0]
-            known = known[known != IGNORED]
+        for (label,) in map(self._labels, batches):
+            if not isinstance(label, Tensor) or label.is_floating_point():
+                continue
+            known = label[label != IGNORED]
             extremes = [int(value) for value in known.aminmax()] if known.numel() else [0]
             others += extremes if min(extremes) < 0 or max(extremes) >= classes else []
         if others:

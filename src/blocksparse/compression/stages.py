@@ -122,8 +122,8 @@ class CompressionRun:
                 self._fit_in_one_shot(plan)
             elif self.stage == FITTED:
                 self.weights_to_sparsify = self._find_candidates(skip).weights.keys() - self.dense_reasons.keys()
-            if self.stage == FITTED:
-                self._begin_stages(densities)
+            if self.stage == FITTED and self.one_shot is not None:
+                self._begin_stages(densities, self.one_shot)
             ends = stage_ends(len(densities), self.training.budget.used)
             while self.stage < len(densities):
                 if (
@@ -252,14 +252,13 @@ class CompressionRun:
         self.one_shot = OneShot(self.student, point)
         self._save(Candidate(copy_state(self.student), point), FITTED)
 
-    def _begin_stages(self, densities: list[float]) -> None:
+    def _begin_stages(self, densities: list[float], one_shot: OneShot) -> None:
         """Test the learning rate of the one-shot model, and choose the first stage.
 
         If there is time, the dense model is also fitted at the density of that stage. Otherwise it is the last stage,
         in which the one-shot model is trained.
         """
-        budget, one_shot = self.training.budget, self.one_shot
-        assert one_shot is not None
+        budget = self.training.budget
         if not one_shot.rate:
             rate, trained_loss = self._test_rates()
             one_shot = self.one_shot = replace(one_shot, rate=rate, trained_loss=trained_loss)
