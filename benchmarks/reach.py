@@ -24,6 +24,7 @@ from targets import (
     attention,
     bfloat16,
     bounds,
+    calibration,
     cold,
     experts,
     int8,
@@ -60,6 +61,7 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "windows": ("targets of attention in a window", windows.rows, 1),
     "decoding": ("targets of decoding with a cache", windows.decoding_rows, 1),
     "experts": ("targets of the experts of a mixture", experts.rows, 2),
+    "calibration": ("seconds of a fit to calibration data", calibration.rows, 1),
 }
 
 

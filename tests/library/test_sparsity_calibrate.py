@@ -1,6 +1,8 @@
 """Scores and reconstructions from calibration data, against their formulas in float64 by brute force."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
-from blocksparse.sparsity.calibration import sequences
+from blocksparse.sparsity.calibration import sequences, targets
 from blocksparse.sparsity.calibration.batch_norms import Moments
 from blocksparse.sparsity.calibration.fitting import best_columns, block_counts, least_squares
 from blocksparse.sparsity.calibration.inputs import products
@@ -511,6 +513,35 @@ def test_no_more_batches_are_run_than_give_enough_rows():
     x, counts = passes.rows(model, found["0"][0], "0")
     assert (tuple(x.shape), counts, len(calls)) == ((10_000, 27), [4000] * 7, 7)  # 256 samples need seven batches
     assert passes.rows(model, found["2"][0], "2")[1] == [40] * 8
+
+
+def test_the_dense_model_runs_once_for_the_targets_of_many_layers(monkeypatch):
+    class Counted(nn.Identity):
+        def forward(self, x):
+            calls.append(self)
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Counted(), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 16))
+    x, calls, made, runs = torch.randn(300, 32), [], [], []
+    for size in (2**28, 1):  # all layers in a run, or each in its own
+        monkeypatch.setattr(targets, "MAX_BYTES", size)
+        calls.clear()
+        made.append(bs.sparsity.reconstruct(model, [x], 0.5, 16))
+        runs.append(sum(module is model[0] for module in calls))
+    assert runs == [2, 4]  # the first one counts rows
+    assert made[0].errors == made[1].errors
+    torch.testing.assert_close(made[0].model(x), made[1].model(x), rtol=0, atol=0)
+
+
+def test_models_that_are_not_compiled_do_not_load_the_compiler():
+    program = """
+import sys, torch, blocksparse as bs
+model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)), torch.randn(64, 64)
+bs.sparsity.reconstruct(bs.sparsity.permute_features(model, x, 0.5), [x], 0.5)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_fitting_whole_sequences_improves_a_recurrent_layer(monkeypatch):

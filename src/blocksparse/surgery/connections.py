@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .feature_trace import RETURNED, FeatureTrace, UntracedCalls, WeightAxis
 from .layer_rules import LAYER_RULES, follow_modules
-from .model_tools import evaluation_mode, parameter_device
+from .model_tools import evaluation_mode, parameter_device, uncompiled
 from .moves import Combination, Move
 
 
@@ -118,16 +118,11 @@ def trace_features(
         for_removal: whether to follow constants, and to find out which features may not be removed.
     """
     trace = FeatureTrace(model, LAYER_RULES, for_removal)
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), follow_modules(trace), torch.compiler.set_stance("force_eager"):
-            with evaluation_mode(model), UntracedCalls(trace), trace:
-                trace.exclude(model(*args, **kwargs), RETURNED)
-            if trace.unseen:  # such as an auxiliary head, which is called in training only
-                _trace_in_training(trace, model, args, kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with torch.no_grad(), follow_modules(trace), uncompiled():
+        with evaluation_mode(model), UntracedCalls(trace), trace:
+            trace.exclude(model(*args, **kwargs), RETURNED)
+        if trace.unseen:  # such as an auxiliary head, which is called in training only
+            _trace_in_training(trace, model, args, kwargs)
     return _group_features(trace), trace
 
 

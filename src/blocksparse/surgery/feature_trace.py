@@ -396,6 +396,10 @@ class UntracedCalls(TorchDispatchMode):
         super().__init__()
         self.trace = trace
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler, which takes seconds
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.trace.function_depth and not self.trace.sparse_depth:
             self.trace.exclude((args, kwargs), f"{self.trace.title(_name(function))} reads them")

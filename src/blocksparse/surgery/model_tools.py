@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +94,20 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Turn off what bypasses hooks of modules: fused encoder layers and compiled code."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    # Without this module, whose import takes seconds, nothing is compiled.
+    may_be_compiled = "torch._dynamo" in sys.modules
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def parameter_device(model: nn.Module) -> torch.device:

@@ -59,7 +59,7 @@ def correct_statistics(name: str, model: nn.Module, dense: Moments, passes: Pass
     """
     module: Any = model.get_submodule(name)
     pruned = Moments()
-    passes.run(model, name, pruned.add, pruned.is_enough)
+    passes.run(model, [name], lambda _, args: pruned.add(args), pruned.is_enough)
     (mean, variance), (old_mean, old_variance) = pruned.result(), dense.result()
     # Written such that equal statistics change nothing, to the bit.
     growth = (variance - old_variance) / old_variance

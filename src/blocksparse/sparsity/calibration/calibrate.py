@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError, Page
-from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments
+from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments, uncompiled
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
@@ -80,7 +79,7 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
     hooks = [module.register_forward_pre_hook(_hook_of(observer), with_kwargs=True) for module in modules]
     empty = True
     try:
-        with with_all_modules(model):
+        with evaluation_mode(model), uncompiled():
             for batch in batches:
                 empty = False
                 args, kwargs = arguments_of(batch, max_args, device)
@@ -96,18 +95,6 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
             hook.remove()
     if empty:
         raise BlockSparseError.expected("batches", "one or more batches", "none")
-
-
-@contextmanager
-def with_all_modules(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and turn off what bypasses hooks of modules: fused encoder layers and compiled code."""
-    fused = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def sample_count(batch: Any) -> int:

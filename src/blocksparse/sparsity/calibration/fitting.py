@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ MAX_INPUTS = 4608
 
 # Stages in which blocks are dropped, and the most rows for it.
 STAGES, MAX_ROWS_SELECTION = 4, 1024
-# With fewer rows than inputs, one of these factors of the damping is chosen by the error of some rows of blocks, fitted
-# without the last eighth of the rows.
+# With fewer rows than inputs, the damping is increased by these factors, as long as that reduces the error of the last
+# eighth of the rows, if some rows of blocks are fitted without it.
 FACTORS, HELD_OUT, MAX_GROUPS = (1.0, 10.0, 100.0, 1000.0), 8, 2
 # Kernels of columns of blocks are stored if they have at most this number of values.
 MAX_KERNELS = 2**26
@@ -166,28 +166,33 @@ class Problem:
         With the stored inputs S, the weights are W_S + A^T X_S with (X_S X_S^T + damping) A = T - X_S W_S^T, a system
         of as many equations as X has rows. Inputs that are always 0 keep their dense weights.
         """
-        damping = self._damping * self._best_factor(mask)
         fitted = torch.zeros_like(self.dense, dtype=self.x.dtype)
         (height, width), blocks = self.block, self._blocks_of(fitted)
-        for group in self._groups(mask):
+        groups = self._groups(mask)
+        first = list(islice(groups, MAX_GROUPS))
+        damping = self._damping * self._best_factor(first)
+        for group in chain(first, groups):
             change = cholesky_solve(group.kernel, damping, group.missing).to(fitted.dtype).T @ group.x
             values = (group.dense + change).view(-1, height, len(group.columns), width)
             blocks[group.rows[:, None], :, group.columns] = values.transpose(1, 2)
         return fitted
 
-    def _best_factor(self, mask: Tensor) -> float:
+    def _best_factor(self, groups: list[Group]) -> float:
         """Return the factor of the damping with the least error on the last rows of X, if it is fitted on the others.
 
         With fewer rows than inputs, the weights could fit the rows exactly, and others badly.
         """
         count = len(self.x) - len(self.x) // HELD_OUT
-        errors = dict.fromkeys(FACTORS, 0.0)
-        for group in islice(self._groups(mask), MAX_GROUPS):
-            kernel, missing = group.kernel, group.missing
-            for factor in FACTORS:
+        best, least = FACTORS[0], math.inf
+        for factor in FACTORS:
+            error = 0.0
+            for _, _, _, _, kernel, missing in groups:
                 change = cholesky_solve(kernel[:count, :count], factor * self._damping, missing[:count])
-                errors[factor] += float((missing[count:] - kernel[count:, :count] @ change).square().sum())
-        return min(errors, key=lambda factor: errors[factor])
+                error += float((missing[count:] - kernel[count:, :count] @ change).square().sum())
+            if not error < least:
+                break
+            best, least = factor, error
+        return best
 
     def _groups(self, mask: Tensor) -> Iterator[Group]:
         """Yield the rows of blocks that store the same columns."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ...errors import BlockSparseError
+from ...surgery.model_tools import evaluation_mode, uncompiled
 from ..distillation import compare
-from .calibrate import byte_count, observe, sample_count, with_all_modules
+from .calibrate import byte_count, observe, sample_count
 from .passes import MAX_BYTES
 from .sequences import MIN_VALUE, RATE, root_mean_square
 
@@ -85,7 +86,7 @@ def fit_block(
     old = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     modes = {parameter: parameter.requires_grad for parameter in block.parameters()}
     try:
-        with torch.inference_mode(False), torch.enable_grad(), with_all_modules(block):
+        with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(block), uncompiled():
             for parameter in modes:
                 parameter.requires_grad_(False)
             for parameter in parameters.values():
@@ -111,9 +112,9 @@ def _affordable_steps(block: nn.Module, records: list[Record]) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), with_all_modules(block), warnings.catch_warnings(action="ignore"), counter as forward:
+    with torch.no_grad(), evaluation_mode(block), uncompiled(), warnings.catch_warnings(action="ignore"), counter:
         _call(block, records[0])  # compiled modules warn of the counter's hooks
-    return min(STEPS, int(MAX_FLOPS / (3 * forward.get_total_flops() + 1)))
+    return min(STEPS, int(MAX_FLOPS / (3 * counter.get_total_flops() + 1)))
 
 
 def _split(batches: list[Any]) -> Iterator[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ MAX_BYTES = 2**28
 # the two models, because each layer that is fitted takes several runs of all layers before it.
 MIN_CACHED_INPUTS, MAX_CACHED_BYTES = 512, 2**29
 
+T = TypeVar("T")
+
 # No more batches are run once layers with this fraction of the weights have enough rows.
 COVERED_FRACTION = 0.9
 
@@ -42,6 +43,48 @@ class Reach:
     def total(self, product: Product) -> int:
         """Return the number of rows of a product's inputs."""
         return sum(self.rows.get(product.name, ()))
+
+
+@dataclass
+class Sampled(Generic[T]):
+    """Parts made of sampled rows of the inputs of a product, call by call."""
+
+    total: int
+    """The number of rows to sample from; later ones are ignored."""
+    at: Tensor
+    """The positions of the sampled rows, int64, rising."""
+    parts: list[T] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """The number of rows of each call."""
+    squares: float = 0.0
+    """The sum of all squares of the sampled inputs."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the calls had all rows to sample from."""
+        return sum(self.counts) >= self.total
+
+    def add(self, product: Product, args: tuple[Any, ...], keep: Callable[[Product, Tensor], T]) -> None:
+        """Include a call with these arguments, unless there were enough.
+
+        Raises:
+            BlockSparseError: inputs that are not finite, or whose squares overflow.
+        """
+        if self.is_complete:
+            return
+        first, count = sum(self.counts), product.rows(args)
+        self.counts.append(count)
+        low, high = torch.searchsorted(self.at, torch.tensor([first, first + count])).tolist()
+        if high == low:
+            return
+        rows = product.inputs(args, (self.at[low:high] - first).to(product.weights[0].tensor.device))
+        self.squares += torch.linalg.vector_norm(rows, dtype=torch.float64).item() ** 2
+        if not self.squares <= torch.finfo(rows.dtype).max:
+            check_finite(product.weights[0].name, rows)
+            expected = "numbers whose squares have a finite sum (scale the data, and replace marks of missing values)"
+            got = f"numbers up to {rows.abs().max():.1e}"
+            raise BlockSparseError.expected(f"the inputs of {product.weights[0].name}", expected, got)
+        self.parts.append(keep(product, rows))
 
 
 class OutputCache:
@@ -175,46 +218,64 @@ class Passes:
 
         with self._caches[model].used(self._cacheable):
             observe(model, needed(), names, record)
+        for reached in self.reached.values():
+            reached.calls += [0] * (len(self.batches) - len(reached.calls))
         self._dense = model
 
+    def row_count(self, name: str, product: Product) -> int:
+        """Return the number of rows of a product's inputs that are used, given the name of its module."""
+        return len(self._positions(product, self._enough_rows(product, self.reached[name].rows[product.name])))
+
     def rows(self, model: nn.Module, product: Product, name: str) -> tuple[Tensor, list[int]]:
-        """Return a product's inputs `[rows, in]`, and the number of rows of each call.
+        """Return a product's inputs `[rows, in]`, and the number of rows of each call of the module `name`.
 
         Rows beyond the limits are sampled, at the same positions for each copy of the model.
 
         Raises:
             BlockSparseError: inputs that are not finite, or whose squares overflow.
         """
-        total, first = self._enough_rows(product, self.reached[name].rows[product.name]), 0
-        at = self._positions(product, total)
-        device = product.weights[0].tensor.device
-        parts: list[Tensor] = []
-        counts: list[int] = []
+        sampled = self.collect(model, {name: [product]}, lambda _, rows: rows)[product.name]
+        return torch.cat(sampled.parts) if sampled.parts else torch.empty(0), sampled.counts
 
-        def record(args: tuple[Any, ...]) -> None:
-            nonlocal first
-            count = product.rows(args)
-            counts.append(count)
-            low, high = torch.searchsorted(at, torch.tensor([first, first + count])).tolist()
-            if high > low:
-                parts.append(product.inputs(args, (at[low:high] - first).to(device)))
-            first += count
+    def collect(
+        self, model: nn.Module, products: Mapping[str, list[Product]], keep: Callable[[Product, Tensor], T]
+    ) -> dict[str, Sampled[T]]:
+        """Return what `keep` makes of the sampled inputs of several products, by their names, in a single run.
 
-        self.run(model, name, record, lambda: first >= total)
-        rows = torch.cat(parts) if parts else torch.empty(0)
-        check_finite(product.weights[0].name, rows)
-        if torch.linalg.vector_norm(rows, dtype=torch.float64) > math.sqrt(torch.finfo(rows.dtype).max):
-            expected = "numbers whose squares have a finite sum (scale the data, and replace marks of missing values)"
-            got = f"numbers up to {rows.abs().max():.1e}"
-            raise BlockSparseError.expected(f"the inputs of {product.weights[0].name}", expected, got)
-        return rows, counts
+        Args:
+            model: the model.
+            products: products by the name of their module.
+            keep: gets a product and its inputs at the sampled rows of a call, `[rows, in]`.
 
-    def run(self, model: nn.Module, name: str, record: Any, stop: Stop = never) -> None:
-        """Call `record` with the arguments of each call of a module; stop each batch after its last call.
+        Raises:
+            BlockSparseError: inputs that are not finite, or whose squares overflow.
+        """
+        modules = {model.get_submodule(name): name for name in products}
+        sampled: dict[str, Sampled[T]] = {}
+        for name, of_module in products.items():
+            for product in of_module:
+                total = self._enough_rows(product, self.reached[name].rows[product.name])
+                sampled[product.name] = Sampled(total, self._positions(product, total))
+
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            for product in products[modules[module]]:
+                sampled[product.name].add(product, args, keep)
+
+        self.run(model, modules.values(), record, lambda: all(each.is_complete for each in sampled.values()))
+        return sampled
+
+    def run(
+        self,
+        model: nn.Module,
+        modules: Iterable[str],
+        record: Callable[[nn.Module, tuple[Any, ...]], None],
+        stop: Stop = never,
+    ) -> None:
+        """Call `record` with each call of these modules and its arguments; stop each batch after the last one.
 
         After a batch, `stop` returns whether no more are needed.
         """
-        calls, remaining = self.reached[name].calls, 0
+        observed, remaining = list(modules), 0
         cache = self._caches.setdefault(model, OutputCache(model, self._cacheable))
         names = self._cacheable
         if model is not self._dense:
@@ -223,22 +284,23 @@ class Passes:
 
         def reaching() -> Iterator[Any]:
             nonlocal remaining
-            for number, remaining in enumerate(calls):
+            for number, batch in enumerate(self.batches):
+                remaining = sum(self.reached[name].calls[number] for name in observed)
                 if remaining:
                     if stop():
                         break
                     cache.begin(number)
-                    yield self.batches[number]
+                    yield batch
 
         def observer(module: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal remaining
-            record(args)
+            record(module, args)
             remaining -= 1
             if not remaining:
                 raise SkipBatch
 
         with cache.used(names):
-            observe(model, reaching(), [model.get_submodule(name)], observer)
+            observe(model, reaching(), [model.get_submodule(name) for name in observed], observer)
 
     def forget(self, model: nn.Module, prefix: str) -> None:
         """Remove cached outputs of layers whose names start so, as their weights have changed."""

@@ -24,6 +24,7 @@ from .inputs import LAYERS, Product, by_called_module, products, why_unobserved
 from .joint import find_blocks, fit_block
 from .passes import Passes
 from .sequences import fit_states
+from .targets import Targets, recurrent_size
 
 # Recurrent weights stay closer to the dense ones, since errors of states add up.
 RECURRENT_DAMPING = 10
@@ -160,7 +161,17 @@ def fit(
     copied_products, dense_products = (products_of(each, find_weights(each, layouts)) for each in (model, dense))
     norms = {name: Moments() for name, module in model.named_modules() if has_statistics(module)}
     passes = Passes(dense, batches, dense_products, {name: moments.add for name, moments in norms.items()})
-    fitter = _Fitter(model, dense, passes, damping, choose, stop, dict(layouts), {})
+    # An expert may be called without rows, since it gets no token.
+    pairs_of = {
+        name: [
+            (product, other)
+            for product, other in zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True)
+            if reached.total(product)
+        ]
+        for name, reached in passes.reached.items()
+    }
+    targets = Targets(dense, passes, {name: [other for _, other in pairs] for name, pairs in pairs_of.items()})
+    fitter = _Fitter(model, dense, passes, targets, damping, choose, stop, dict(layouts), {})
     one_step = [name for name in passes.reached if copied_products.get(name) and name not in norms]
     one_step = [name for name in one_step if type(model.get_submodule(name)) not in LAYERS]
     blocks = find_blocks(model, one_step) if jointly else []
@@ -170,10 +181,7 @@ def fit(
             return fitter.layouts, fitter.errors
         if name in norms:
             correct_statistics(name, model, norms[name], passes)
-        pairs = zip(copied_products.get(name, ()), dense_products.get(name, ()), strict=True)
-        # An expert may be called without rows, since it gets no token.
-        with_rows = [(product, other) for product, other in pairs if passes.reached[name].total(product)]
-        for level, pairs_of_level in groupby(with_rows, key=lambda pair: pair[0].level):
+        for level, pairs_of_level in groupby(pairs_of[name], key=lambda pair: pair[0].level):
             fitted = []
             for product, other in pairs_of_level:
                 try:
@@ -202,6 +210,7 @@ class _Fitter:
     model: nn.Module
     dense: nn.Module
     passes: Passes
+    targets: Targets
     damping: float
     choose: bool
     stop: Stop
@@ -210,20 +219,15 @@ class _Fitter:
 
     def fit(self, name: str, product: Product, other: Product) -> None:
         """Fit weights and bias of a product of the module `name` to the outputs of the dense product `other`."""
-        matrix, recurrent = other.matrix(), product.weights[-1].parameter.startswith("weight_hh")
-        x, counts = self.passes.rows(self.dense, other, name)
-        y = torch.cat([rows @ matrix.to(x.dtype).T for rows in x.split(1024)])
-        norm = y.double().square().sum().item()
-        states = slice(x.shape[1] - product.sizes[-1] if recurrent else x.shape[1], None)
-        dense_states = x[:, states].clone()
-        del x  # frees memory for the next ones
-        x = self._inputs(name, product, other, counts)
-        x[:, states] = dense_states
+        target, recurrent = self.targets.of(other), recurrent_size(product)
+        y, norm = target.outputs, target.outputs.double().square().sum().item()
+        x = self._inputs(name, product, other, target.counts)
+        x[:, x.shape[1] - recurrent :] = target.states
         mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
         mean_x = x.mean(0) if product.bias else torch.zeros_like(x[0])
         damping = self.damping * (RECURRENT_DAMPING if recurrent else 1)
         noise = torch.finfo(x.dtype).eps * len(x) * mean_x.double().square().mean().item()
-        problem = Problem(matrix, x.sub_(mean_x), y.sub_(mean), product.block, damping, noise)
+        problem = Problem(other.matrix(), x.sub_(mean_x), y.sub_(mean), product.block, damping, noise)
         old_masks = [self.layouts[weight.name].mask().to(y.device) for weight in product.weights]
         masks = self._choose(problem, product, old_masks) if self.choose else old_masks
         fitted = problem.values(torch.cat(masks, 1))

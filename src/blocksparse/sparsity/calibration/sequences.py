@@ -85,9 +85,9 @@ def _record_sequences(model: nn.Module, dense: nn.Module, name: str, level: int,
 def _record_outputs(model: nn.Module, name: str, levels: int, passes: Passes) -> list[tuple[PackedSequence, States]]:
     """Return what the first `levels` levels of a recurrent module compute in each call, and the initial states."""
     calls: list[tuple[PackedSequence, States]] = []
-    module, size = model.get_submodule(name), 0
+    size = 0
 
-    def record(args: tuple[Any, ...]) -> None:
+    def record(module: Any, args: tuple[Any, ...]) -> None:
         nonlocal size
         if size < MAX_BYTES // 2:
             x, state = pack_inputs(module, args)
@@ -96,7 +96,7 @@ def _record_outputs(model: nn.Module, name: str, levels: int, passes: Passes) ->
             size += x.data.numel() * x.data.element_size()
             calls.append((x, state))
 
-    passes.run(model, name, record)
+    passes.run(model, [name], record)
     return calls
 
 
