@@ -2,11 +2,18 @@
 
 import argparse
 import math
+import sys
+import types
 
 import torch
-import torchcrepe
 
 import blocksparse as bs
+
+try:
+    import torchaudio  # noqa: F401
+except (ImportError, OSError):  # made for another PyTorch; torchcrepe only reads files with it
+    sys.modules["torchaudio"] = types.ModuleType("torchaudio")
+import torchcrepe
 
 SAMPLE_RATE, FRAME = 16000, 1024
 
