@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, find_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
-from .calibration.calibrate import arguments_of, batch_error, count_positional, progress
+from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress
 
+# Samples of an example that are enough to follow features.
+SAMPLES = 8
 # Steps of the search in a group. In the first ones blocks near the threshold count in part.
 SOFT_STEPS, STEPS = 8, 12
 # Random pairings of features per step; a pair exchanges its places if more is kept.
@@ -94,10 +97,10 @@ def reorder_features(
     model: nn.Module, example: Any, density: float, block_size: int | tuple[int, int], skip: Skip
 ) -> nn.Module:
     """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
-    try:
-        return permute_features(model, example, density, block_size, skip=skip)
-    except BlockSparseError:  # its outputs would change
-        return model
+    for few in (next(parts_of([example], SAMPLES), example), example):
+        with suppress(BlockSparseError):  # outputs would change, or not all arguments have an axis of samples
+            return permute_features(model, few, density, block_size, skip=skip)
+    return model
 
 
 def _find_groups(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[FeatureGroup]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...errors import BlockSparseError, Page
 from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments, uncompiled
@@ -100,6 +101,15 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
 def sample_count(batch: Any) -> int:
     """Return the number of samples in a batch: the longest first axis of its tensors."""
     return max((len(each) for each in values_of(batch) if isinstance(each, Tensor) and each.dim()), default=1)
+
+
+def parts_of(batches: Iterable[Any], samples: int) -> Iterator[Any]:
+    """Yield parts of batches with at most this number of samples."""
+    for batch in batches:
+        count = sample_count(batch)
+        for first in range(0, count, samples):
+            chosen = slice(first, first + samples)
+            yield tree_map_only(Tensor, lambda x: x[chosen] if x.dim() and len(x) == count else x, batch)  # noqa: B023
 
 
 def byte_count(values: Any) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ...errors import BlockSparseError
 from ...surgery.model_tools import evaluation_mode, uncompiled
 from ..distillation import compare
-from .calibrate import byte_count, observe, sample_count
+from .calibrate import byte_count, observe, parts_of
 from .passes import MAX_BYTES
 from .sequences import MIN_VALUE, RATE, root_mean_square
 
@@ -53,7 +52,12 @@ def find_blocks(model: nn.Module, layers: Collection[str]) -> list[str]:
 
 
 def fit_block(
-    model: nn.Module, dense: nn.Module, name: str, batches: list[Any], trained: Mapping[str, Tensor | None]
+    model: nn.Module,
+    dense: nn.Module,
+    name: str,
+    batches: list[Any],
+    trained: Mapping[str, Tensor | None],
+    multiplications: float,
 ) -> None:
     """Change parameters of a block such that its outputs come close to those of the dense block.
 
@@ -65,19 +69,20 @@ def fit_block(
         name: the name of the block, "" for the whole model.
         batches: inputs of the models.
         trained: the parameters to change, by name in the block, with a mask of the stored weights, or None for all.
+        multiplications: those of the block's products for a sample, on average.
     """
     block = model.get_submodule(name)
     parameters = {key: block.get_parameter(key) for key in trained}
     if not all(p.dtype in (torch.float32, torch.float64) and not p.is_inference() for p in parameters.values()):
         return
-    chunks = list(_split(batches))
+    steps = min(STEPS, int(MAX_FLOPS / (6 * SAMPLES * multiplications + 1)))  # forward, and twice as many backward
+    if steps < MIN_STEPS:
+        return
+    chunks = list(parts_of(batches, SAMPLES))
     try:
         first = _record(dense, name, chunks[:1])
     except BlockSparseError:  # not all arguments have an axis of samples
         chunks, first = batches, _record(dense, name, batches[:1])
-    steps = _affordable_steps(dense.get_submodule(name), first)
-    if steps < MIN_STEPS:
-        return
     chunks = chunks[: max(1, MAX_BYTES // max(1, byte_count(tree_leaves(first))))]
     records, targets = (_record(each, name, chunks) for each in (model, dense))
     if not records or len(records) != len(targets):
@@ -103,27 +108,6 @@ def fit_block(
     if not improved:
         for key, parameter in parameters.items():
             parameter.detach().copy_(old[key])
-
-
-def _affordable_steps(block: nn.Module, records: list[Record]) -> int:
-    """Return the number of steps that the bound on floating-point operations allows, by a call on a record."""
-    if not records:
-        return 0
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
-
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), evaluation_mode(block), uncompiled(), warnings.catch_warnings(action="ignore"), counter:
-        _call(block, records[0])  # compiled modules warn of the counter's hooks
-    return min(STEPS, int(MAX_FLOPS / (3 * counter.get_total_flops() + 1)))
-
-
-def _split(batches: list[Any]) -> Iterator[Any]:
-    """Yield parts of batches with at most 8 samples."""
-    for batch in batches:
-        count = sample_count(batch)
-        for first in range(0, count, SAMPLES):
-            chosen = slice(first, first + SAMPLES)
-            yield tree_map_only(Tensor, lambda x: x[chosen] if x.dim() and len(x) == count else x, batch)  # noqa: B023
 
 
 def _divide(records: list[Record]) -> tuple[list[Record], list[Record]]:

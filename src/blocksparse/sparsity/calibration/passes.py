@@ -223,6 +223,15 @@ class Passes:
             reached.calls += [0] * (len(self.batches) - len(reached.calls))
         self._dense = model
 
+    def multiplications(self, names: Iterable[str]) -> float:
+        """Return those of all products of these modules for a sample, on average."""
+        total = sum(
+            self.reached[name].total(product) * product.weights[0].shape[0] * sum(product.sizes)
+            for name in names
+            for product in self.products[name]
+        )
+        return total / sum(sample_count(batch) for batch in self.batches)
+
     def row_count(self, name: str, product: Product) -> int:
         """Return the number of rows of a product's inputs that are used, given the name of its module."""
         return min(self._limit(product), self._enough_rows(product, self.reached[name].rows[product.name]))

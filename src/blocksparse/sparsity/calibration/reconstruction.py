@@ -171,7 +171,7 @@ def fit(
         for name, reached in passes.reached.items()
     }
     targets = Targets(dense, passes, {name: [other for _, other in pairs] for name, pairs in pairs_of.items()})
-    fitter = _Fitter(model, dense, passes, targets, damping, choose, stop, dict(layouts), {})
+    fitter = _Fitter(model, dense, copied_products, passes, targets, damping, choose, stop, dict(layouts), {})
     one_step = [name for name in passes.reached if copied_products.get(name) and name not in norms]
     one_step = [name for name in one_step if type(model.get_submodule(name)) not in LAYERS]
     blocks = find_blocks(model, one_step) if jointly else []
@@ -194,12 +194,10 @@ def fit(
                 fitter.fit_level(name, level, fitted)
         passes.fitted.add(name)
         if (block := last_layers.get(name)) is not None:
-            inside = [product for each in one_step if each.startswith(f"{block}.") for product in copied_products[each]]
-            fit_block(model, dense, block, batches, fitter.trained_parameters(block, inside))
+            fitter.fit_block(block, [each for each in one_step if each.startswith(f"{block}.")], batches)
             passes.forget(model, f"{block}.")
     if jointly and one_step and not any(type(module) in LAYERS for module in model.modules()):
-        inside = [product for each in one_step for product in copied_products[each]]
-        fit_block(model, dense, "", batches, fitter.trained_parameters("", inside))
+        fitter.fit_block("", one_step, batches)
     return fitter.layouts, fitter.errors
 
 
@@ -209,6 +207,7 @@ class _Fitter:
 
     model: nn.Module
     dense: nn.Module
+    products: Mapping[str, list[Product]]
     passes: Passes
     targets: Targets
     damping: float
@@ -264,7 +263,13 @@ class _Fitter:
             masks[weight.parameter] = weight.blocks.spread(layout.mask().to(weight.tensor.device))
         fit_states(self.model, self.dense, name, level, masks, self.passes, self.stop)
 
-    def trained_parameters(self, block: str, products: list[Product]) -> dict[str, Tensor | None]:
+    def fit_block(self, block: str, layers: list[str], batches: list[Any]) -> None:
+        """Fit these layers of a block, all of which are fitted already, as a whole."""
+        inside = [product for layer in layers for product in self.products[layer]]
+        trained = self._trained_parameters(block, inside)
+        fit_block(self.model, self.dense, block, batches, trained, self.passes.multiplications(layers))
+
+    def _trained_parameters(self, block: str, products: list[Product]) -> dict[str, Tensor | None]:
         """Return parameters of a block by their names in it, with masks of stored weights; None for biases."""
         names = {id(parameter): key for key, parameter in self.model.get_submodule(block).named_parameters()}
         found: dict[str, Tensor | None] = {}
