@@ -59,11 +59,25 @@ def an_lstm_forward(*layouts):
 def a_hidden_forward(kind, layout):
     features = layout.shape[0]
 
-    def call(pre, bias, h_after, h_final, **rest):
-        cpu.hidden_forward(weights_of(rest, layout), RAGGED, kind, pre, None, bias, h_after, h_final)
+    def call(pre, bias, h_before, h_after, h_final, z, **rest):
+        states = h_before, h_after, h_final
+        cpu.hidden_forward(weights_of(rest, layout), RAGGED, kind, pre, None, bias, states, z)
 
-    states = {name: STATES[name] for name in ("h_after", "h_final")}
-    return {**values_of(layout), "pre": (3, features), "bias": (features,), **states}, call
+    states = {name: STATES[name] for name in ("h_before", "h_after", "h_final")}
+    operands = {**values_of(layout), "pre": (3, features), "bias": (features,)}
+    return {**operands, **states, "z": (3, features)}, call
+
+
+def a_hidden_backward(kind, layout):
+    features = layout.shape[0]
+
+    def call(z, pre, bias, h_before, h_after, grad_y, grad_h, **rest):
+        saved = z, h_before, h_after
+        cpu.hidden_backward(weights_of(rest, layout), RAGGED, kind, pre, bias, saved, grad_y, grad_h)
+
+    operands = {**values_of(layout), "z": (3, features), "pre": (3, features), "bias": (features,)}
+    states = {name: STATES[name] for name in ("h_before", "h_after")}
+    return {**operands, **states, "grad_y": (3, 8), "grad_h": (2, 8)}, call
 
 
 def an_lstm_backward(*layouts):
@@ -121,6 +135,7 @@ OF_ALL_STEPS = {
     "lstm_forward_multiplied": an_lstm_forward(GATES, UNITS),
     "lstm_backward_multiplied": an_lstm_backward(GATES, UNITS),
     "hidden_forward": a_hidden_forward("gru", GRU_GATES),
+    "hidden_backward": a_hidden_backward("gru", GRU_GATES),
     "small_world_forward": a_small_world_forward(UNITS, UNITS, GATES),
     "small_world_backward": a_small_world_backward(UNITS, UNITS, GATES),
 }

@@ -27,4 +27,9 @@ void hidden_gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, 
   in_parts(rows, step.hidden, [&](const RowsPart& part) { kernels.hidden_forward(step, part); });
 }
 
+void hidden_gates_backward(const InstructionSet& isa, DType dtype, int64_t rows, const HiddenBackward& step) {
+  const GatesKernels& kernels = kSelect[isa.index](dtype);
+  in_parts(rows, step.hidden, [&](const RowsPart& part) { kernels.hidden_backward(step, part); });
+}
+
 }  // namespace blocksparse

@@ -1,4 +1,4 @@
-// The gates of one step of a recurrence in one pass over memory; those of an LSTM also backward.
+// The gates of one step of a recurrence in one pass over memory, forward and backward.
 #include "isa/activation.hpp"
 #include "isa/element.hpp"
 #include "lstm_gates/lstm_gates.hpp"
@@ -119,13 +119,59 @@ void hidden_forward(const HiddenForward& step, const RowsPart& part) {
   }
 }
 
+template <class E>
+void hidden_backward(const HiddenBackward& step, const RowsPart& part) {
+  using Storage = typename E::Storage;
+  using Sum = typename E::Sum;
+  using V = Vector<Sum>;
+  const int64_t hidden = step.hidden;
+  const Hidden kind = step.kind;
+  const Storage* const bias = static_cast<const Storage*>(step.bias);
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
+    const Storage *const z = row_of<Storage>(step.z, row), *const add = row_of<Storage>(step.add, row);
+    const Storage *const h = row_of<Storage>(step.h, row), *const h_out = row_of<Storage>(step.h_out, row);
+    const Storage *const grad_h = row_of<Storage>(step.grad_h, row), *const grad_y = row_of<Storage>(step.grad_y, row);
+    Storage *const carried = row_of<Storage>(step.carried, row), *const grad_z = row_of<Storage>(step.grad_z, row);
+    Storage* const grad_add = row_of<Storage>(step.grad_add, row);
+    in_vectors<E>(part.begin, part.end, [=](int64_t j, int64_t count) __attribute__((always_inline)) {
+      V at_h = read_units<E>(grad_h + j, count) + read_units<E>(grad_y + j, count);
+      if (kind != Hidden::kGru) {
+        const V y = read_units<E>(h_out + j, count);
+        write<E>(grad_z + j, kind == Hidden::kTanh ? at_h * (Sum(1) - y * y) : y > Sum(0) ? at_h : V{}, count);
+        return;
+      }
+      const auto of_state = [=](int64_t at) __attribute__((always_inline)) {
+        const V v = read_units<E>(z + at, count);
+        return bias ? v + read_units<E>(bias + at, count) : v;
+      };
+      at_h += read_units<E>(carried + j, count);
+      const V r = logistic(read_units<E>(add + j, count) + of_state(j));
+      const V u = logistic(read_units<E>(add + hidden + j, count) + of_state(hidden + j));
+      const V of_n = of_state(2 * hidden + j), n = tangent(read_units<E>(add + 2 * hidden + j, count) + r * of_n);
+      const V at_n = at_h * (Sum(1) - u) * (Sum(1) - n * n), at_r = at_n * of_n * (r * (Sum(1) - r));
+      const V at_u = at_h * (read_units<E>(h + j, count) - n) * (u * (Sum(1) - u));
+      write<E>(carried + j, at_h * u, count);
+      for (Storage* const to : {grad_z, grad_add}) {
+        write<E>(to + j, at_r, count);
+        write<E>(to + hidden + j, at_u, count);
+      }
+      write<E>(grad_z + 2 * hidden + j, at_n * r, count);
+      write<E>(grad_add + 2 * hidden + j, at_n, count);
+    });
+  }
+}
+
 }  // namespace
 
 const GatesKernels& select_gates(DType dtype) {
-  static constexpr GatesKernels float32 = {forward<Float32>, backward<Float32>, hidden_forward<Float32>},
-                                float64 = {forward<Float64>, backward<Float64>, hidden_forward<Float64>},
-                                bfloat16 = {forward<BFloat16>, backward<BFloat16>, hidden_forward<BFloat16>},
-                                float16 = {forward<Float16>, backward<Float16>, hidden_forward<Float16>};
+  static constexpr GatesKernels float32 = {forward<Float32>, backward<Float32>, hidden_forward<Float32>,
+                                           hidden_backward<Float32>},
+                                float64 = {forward<Float64>, backward<Float64>, hidden_forward<Float64>,
+                                           hidden_backward<Float64>},
+                                bfloat16 = {forward<BFloat16>, backward<BFloat16>, hidden_forward<BFloat16>,
+                                            hidden_backward<BFloat16>},
+                                float16 = {forward<Float16>, backward<Float16>, hidden_forward<Float16>,
+                                           hidden_backward<Float16>};
   return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 

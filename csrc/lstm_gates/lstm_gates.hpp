@@ -38,14 +38,27 @@ struct HiddenForward {
   OutputRows h_out;
 };
 
+// The gradients of such a step at z + bias and at `add`, from those at h_out, grad_h + grad_y. The gradient at h is
+// what grad_z gives, times W, and for a GRU `carried`. Before, `carried` is another part of the gradient at h_out.
+struct HiddenBackward {
+  Hidden kind;
+  int64_t hidden;
+  InputRows z, add;
+  const void* bias;  // or null
+  InputRows h, h_out, grad_h, grad_y;
+  OutputRows carried, grad_z, grad_add;  // carried and grad_add are of a GRU only
+};
+
 struct GatesKernels {  // the part's features are those of each gate
   void (*forward)(const GatesForward&, const RowsPart&);
   void (*backward)(const GatesBackward&, const RowsPart&);
   void (*hidden_forward)(const HiddenForward&, const RowsPart&);
+  void (*hidden_backward)(const HiddenBackward&, const RowsPart&);
 };
 
 void gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, const GatesForward& step);
 void gates_backward(const InstructionSet& isa, DType dtype, int64_t rows, const GatesBackward& step);
 void hidden_gates_forward(const InstructionSet& isa, DType dtype, int64_t rows, const HiddenForward& step);
+void hidden_gates_backward(const InstructionSet& isa, DType dtype, int64_t rows, const HiddenBackward& step);
 
 }  // namespace blocksparse

@@ -100,17 +100,38 @@ Hidden hidden_named(const std::string& kind) {
 
 void py_hidden_forward(const std::string& isa, const std::string& dtype, const std::string& kind, int64_t rows,
                        int64_t hidden, const Index<int64_t>& step, bool reverse, const std::vector<PyWeight>& weights,
-                       uintptr_t z, const PyRows& pre, uintptr_t index, uintptr_t bias, const PyRows& h_before,
-                       const PyRows& h_after, uintptr_t h_final) {
+                       uintptr_t z, bool keep, const PyRows& pre, uintptr_t index, uintptr_t bias,
+                       const PyRows& h_before, const PyRows& h_after, uintptr_t h_final) {
   require(weights.size() == 1, "one weight");
   const Hidden of = hidden_named(kind);
   const TimeSteps steps = steps_of(step, reverse, rows);
   const RecurrentWeight weight = weight_of(weights[0], hidden_gates(of) * hidden, hidden, false);
   nb::gil_scoped_release release;
-  hidden_forward(
+  hidden_forward(isa_named(isa), dtype_named(dtype), steps, weight,
+                 {of,
+                  hidden,
+                  indexed_input(pre, index),
+                  pointer(bias),
+                  {output(h_before), output(h_after), pointer(h_final)},
+                  pointer(z),
+                  keep});
+  trim_scratch();
+}
+
+void py_hidden_backward(const std::string& isa, const std::string& dtype, const std::string& kind, int64_t rows,
+                        int64_t hidden, const Index<int64_t>& step, bool reverse, const std::vector<PyWeight>& weights,
+                        uintptr_t z, const PyRows& pre, uintptr_t bias, const PyRows& h_before, const PyRows& h_after,
+                        const PyRows& grad_y, uintptr_t grad_h, uintptr_t carried, const PyRows& grad_z,
+                        const PyRows& grad_pre) {
+  require(weights.size() == 1, "one weight");
+  const Hidden of = hidden_named(kind);
+  const TimeSteps steps = steps_of(step, reverse, rows);
+  const RecurrentWeight weight = weight_of(weights[0], hidden_gates(of) * hidden, hidden, true);
+  nb::gil_scoped_release release;
+  hidden_backward(
       isa_named(isa), dtype_named(dtype), steps, weight,
-      {of, hidden, indexed_input(pre, index), pointer(bias), {output(h_before), output(h_after), pointer(h_final)}},
-      pointer(z));
+      {of, hidden, input(pre), pointer(bias), {output(h_before), output(h_after), nullptr}, pointer(z), true},
+      {input(grad_y), pointer(grad_h), pointer(carried), output(grad_z), output(grad_pre)});
   trim_scratch();
 }
 
@@ -190,8 +211,11 @@ const Binding binding([](nb::module_& m) {
         "grad_h"_a, "grad_c"_a, "grad_pre"_a, "factor"_a = none, "index"_a = 0, "of_h"_a = none, "grad_m"_a = 0,
         "grad_factor"_a = none, "grad_of_h"_a = none);
   m.def("hidden_forward", &py_hidden_forward, nb::kw_only(), "isa"_a, "dtype"_a, "kind"_a, "rows"_a, "hidden"_a,
-        "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "z"_a, "pre"_a, "index"_a, "bias"_a, "h_before"_a,
-        "h_after"_a, "h_final"_a);
+        "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "z"_a, "keep"_a = false, "pre"_a, "index"_a,
+        "bias"_a, "h_before"_a, "h_after"_a, "h_final"_a);
+  m.def("hidden_backward", &py_hidden_backward, nb::kw_only(), "isa"_a, "dtype"_a, "kind"_a, "rows"_a, "hidden"_a,
+        "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "z"_a, "pre"_a, "bias"_a, "h_before"_a, "h_after"_a,
+        "grad_y"_a, "grad_h"_a, "carried"_a, "grad_z"_a, "grad_pre"_a);
   m.def("small_world_forward", &py_small_world_forward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a,
         "step"_a.noconvert(), "reverse"_a, "weights"_a.noconvert(), "epsilon"_a, "keep"_a, "gains"_a, "biases"_a,
         "index"_a, "factor"_a, "term"_a, "h_before"_a, "h_after"_a, "h_final"_a, "c_before"_a, "c_after"_a, "c_final"_a,

@@ -89,16 +89,28 @@ void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps
 void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
                    const GatedBackward& data, const MultipliedBackward* multiplied);
 
-// A recurrence without a state c; z [batch, gates * hidden] is working memory.
+// A recurrence without a state c.
 struct HiddenSteps {
   Hidden kind;
   int64_t hidden;
   InputRows add;     // the products of the inputs
   const void* bias;  // of the product of the state, or null
   StatePath h;
+  void* z;      // the products of the states: of a step, [batch, gates * hidden], or of all, [rows, gates * hidden]
+  bool keep_z;  // whether it has those of all steps
+};
+
+struct HiddenGradients {
+  InputRows grad_y;
+  void *grad_h, *carried;  // [batch, hidden]: grad_h of the final states, and 0; then the initial ones' is their sum
+  OutputRows grad_z, grad_add;
 };
 
 void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
-                    const HiddenSteps& data, void* z);
+                    const HiddenSteps& data);
+
+// The states of `data.h` and all products z are those that the forward pass wrote.
+void hidden_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                     const HiddenSteps& data, const HiddenGradients& gradients);
 
 }  // namespace blocksparse

@@ -142,23 +142,35 @@ void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& step
 }
 
 void hidden_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
-                    const HiddenSteps& data, void* z) {
-  const int64_t hidden = data.hidden, size = size_of(dtype);
+                    const HiddenSteps& data) {
+  const int64_t hidden = data.hidden, features = hidden_gates(data.kind) * hidden, size = size_of(dtype);
   const RecurrentWeight of_steps = weight_of_steps(isa, dtype, weight, steps);
   for (int64_t nth = 0; nth < steps.count; ++nth) {
     const int64_t t = steps.at(nth), at = steps.start[t];
     const StepRows step = {at, steps.rows(t)};
     const InputRows h = state_before(data.h, steps, nth, hidden, size);
-    product(isa, dtype, of_steps, step.count, h, z);
+    const OutputRows z = from(OutputRows{data.z, features}, data.keep_z ? at : 0, size);
+    product(isa, dtype, of_steps, step.count, h, z.data);
     hidden_gates_forward(isa, dtype, step.count,
-                         {data.kind,
-                          hidden,
-                          {z, hidden_gates(data.kind) * hidden},
-                          from(data.add, at, size),
-                          data.bias,
-                          h,
+                         {data.kind, hidden, read_only(z), from(data.add, at, size), data.bias, h,
                           state_after(data.h, steps, nth, hidden, size)});
     advance(data.h, steps, nth, hidden, size);
+  }
+}
+
+void hidden_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                     const HiddenSteps& data, const HiddenGradients& gradients) {
+  const int64_t hidden = data.hidden, features = hidden_gates(data.kind) * hidden, size = size_of(dtype);
+  const OutputRows grad_h = {gradients.grad_h, hidden}, carried = {gradients.carried, hidden};
+  for (int64_t nth = steps.count - 1; nth >= 0; --nth) {
+    const int64_t t = steps.at(nth), at = steps.start[t];
+    const OutputRows grad_z = from(gradients.grad_z, at, size);
+    hidden_gates_backward(
+        isa, dtype, steps.rows(t),
+        {data.kind, hidden, read_only(from(OutputRows{data.z, features}, at, size)), from(data.add, at, size),
+         data.bias, read_only(from(data.h.before, at, size)), read_only(from(data.h.after, at, size)),
+         read_only(grad_h), from(gradients.grad_y, at, size), carried, grad_z, from(gradients.grad_add, at, size)});
+    product(isa, dtype, weight, steps.rows(t), read_only(grad_z), gradients.grad_h);
   }
 }
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Weights = Sequence[tuple[Tensor, BlockLayout]]
 
 
+States = tuple[Tensor | None, Tensor, Tensor | None]
+
+
 class MultiplicativeTerms(NamedTuple):
     """Additional tensors of a multiplicative LSTM, m = factor * of_h, each `[rows, hidden]`.
 
@@ -72,7 +75,7 @@ def forward(
 
 def hidden_forward(
     weights: Weights, steps: Steps, kind: str, pre: Tensor, index: Tensor | None, bias: Tensor | None,
-    y: Tensor, h: Tensor,
+    h: States, products: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compute the states of all steps of a GRU or a plain recurrence.
 
@@ -81,22 +84,58 @@ def hidden_forward(
         kind: "gru", "tanh" or "relu".
         pre: `[rows, gates * hidden]`, the products of the inputs, or with an index a table of such rows.
         bias: `[gates * hidden]`, added to the product of the state, or None.
-        y: `[rows, hidden]`, written: the states behind all steps.
-        h: `[batch, hidden]`, contiguous: the initial states, overwritten by the final ones.
+        h: the states before and behind all steps, and the final ones, which are the initial ones before. The first or
+            the last may be None, see `StatePath` in csrc/recurrent/lstm.hpp.
+        products: `[rows, gates * hidden]`, written: the products of the states, for `hidden_backward`.
     """
     hidden, dtype = _sizes(weights)
     features, inputs = weights[0][1].shape[0], steps.rows if index is None else len(pre)
-    z = weights[0][0].new_empty(steps.batch * features)
+    keep = products is not None
+    z = weights[0][0].new_empty(steps.batch * features) if products is None else products.view(-1)
+    (before, after, final), size = h, (steps.rows if keep else steps.batch) * features
     tensors: list[CoreTensor] = [
-        ("z", z, (len(z),), dtype),
+        ("z", z, (size,), dtype),
         ("pre", pre, (inputs, features), dtype),
         *_index(index, steps, inputs),
         ("bias", bias, (features,), dtype),
-        ("h_before", None, (steps.rows, hidden), dtype),
-        ("h_after", y, (steps.rows, hidden), dtype),
-        ("h_final", h.view(-1), (steps.batch * hidden,), dtype),
+        ("h_before", before, (steps.rows, hidden), dtype),
+        ("h_after", after, (steps.rows, hidden), dtype),
+        ("h_final", None if final is None else final.view(-1), (steps.batch * hidden,), dtype),
     ]
-    _run("hidden_forward", weights, steps, False, tensors, kind=kind)
+    _run("hidden_forward", weights, steps, False, tensors, kind=kind, keep=keep)
+
+
+def hidden_backward(
+    weights: Weights, steps: Steps, kind: str, pre: Tensor, bias: Tensor | None,
+    saved: tuple[Tensor | None, Tensor, Tensor], grad_y: Tensor, grad_h: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients at the products of the inputs and of the states, and at the initial states.
+
+    Args:
+        weights, steps, kind, pre, bias: as in `hidden_forward`.
+        saved: its `products`, which only a GRU needs, and the states before and behind all steps.
+        grad_y, grad_h: the gradients at the states behind all steps, and at the final ones.
+    """
+    (hidden, dtype), features, rows = _sizes(weights), weights[0][1].shape[0], steps.rows
+    (products, before, after), batch = saved, steps.batch * hidden
+    grad_h = grad_h.clone(memory_format=torch.contiguous_format)
+    carried = torch.zeros_like(grad_h)  # a part of the gradient at the state, which passes by the products
+    grad_products = workspace.empty((rows, features), dtype, grad_h.device)
+    grad_pre = workspace.empty((rows, features), dtype, grad_h.device) if kind == "gru" else grad_products
+    tensors: list[CoreTensor] = [
+        ("z", None if products is None else products.view(-1), (rows * features,), dtype),
+        ("pre", pre, (rows, features), dtype),
+        ("bias", bias, (features,), dtype),
+        ("h_before", before, (rows, hidden), dtype),
+        ("h_after", after, (rows, hidden), dtype),
+        ("grad_y", grad_y, (rows, hidden), dtype),
+        ("grad_h", grad_h.view(-1), (batch,), dtype),
+        ("carried", carried.view(-1), (batch,), dtype),
+        ("grad_z", grad_products, (rows, features), dtype),
+        ("grad_pre", grad_pre, (rows, features), dtype),
+    ]
+    _run("hidden_backward", weights, steps, True, tensors, kind=kind)
+    return grad_pre, grad_products, grad_h.add_(carried)
 
 
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]

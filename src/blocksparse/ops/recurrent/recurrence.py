@@ -40,13 +40,11 @@ class Recurrence:
         """Return the outputs of the tensors, as plain differentiable PyTorch."""
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Tensors]:
         """Return (outputs, tensors for `backward`); the latter are empty unless `keep`."""
         raise NotImplementedError
 
-    def backward(
-        self, tensors: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
-    ) -> Tensors:
+    def backward(self, tensors: Any, saved: Any, grads: tuple[Tensor, ...], needed: Sequence[bool]) -> Tensors:
         """Return the gradients of `tensors` from those of the outputs, through time from the last step to the first."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What the layers of the dense model compute on calibration data: the targets of the pruned ones."""
+"""Targets of the pruned layers: outputs of the dense ones on calibration data."""
 
 from __future__ import annotations
 
