@@ -53,7 +53,7 @@ OPS: dict[str, tuple[str, Callable[[float, bool], rows.RowIterator], int]] = {
     "libxsmm": ("the linear op against libxsmm", libxsmm.rows, 1),
     "conv2d": ("targets of the convolutions", products.conv_rows, 1),
     "lstm": ("targets of the recurrent networks", lstm.rows, 1),
-    "recurrent": ("inference of single recurrent layers", recurrent.rows, 1),
+    "recurrent": ("single recurrent layers", recurrent.rows, 1),
     "models": ("targets of whole models", models.rows, 2),
     "mlp": ("targets of the truly sparse networks", mlp.rows, 4),
     "pixelcnn": ("targets of PixelCNN++", pixelcnn.rows, 4),
