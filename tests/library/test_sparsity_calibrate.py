@@ -534,6 +534,57 @@ def test_the_dense_model_runs_once_for_the_targets_of_many_layers(monkeypatch):
     torch.testing.assert_close(made[0].model(x), made[1].model(x), rtol=0, atol=0)
 
 
+class Routed(nn.Module):
+    """Two experts that are called with the rows a router sends them, if there are any."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.router = nn.Linear(32, 64), nn.Linear(64, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        y, chosen = h.new_zeros(len(x), 32), self.router(h).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                y[chosen == number] = expert(h[chosen == number])
+        return y
+
+
+def test_experts_that_get_other_rows_in_the_pruned_model_are_fitted():
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(64, 32)
+    made = bs.sparsity.reconstruct(model, x.split(8), 0.5, 8, jointly=True)
+    assert made.model(x).isfinite().all()
+
+
+def test_features_stay_where_an_example_does_not_use_all_weights():
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(256, 32)
+    with torch.no_grad():
+        chosen = model.router(torch.tanh(model.first(x))).argmax(-1)
+    with pytest.raises(bs.BlockSparseError, match=r"^example: expected inputs for which the model uses all weights"):
+        bs.sparsity.permute_features(model, x[chosen == 0][:16], 0.5, 8)
+    bs.sparsify(model, 0.5, 8, data=x[chosen.argsort()].split(16), force=True)
+
+
+def test_a_batch_norm_before_a_layer_with_large_targets(monkeypatch):
+    monkeypatch.setattr(targets, "MAX_BYTES", 1)
+    model = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+    assert set(bs.sparsity.reconstruct(model, [torch.randn(300, 32)], 0.5, 16).errors) == {"1.weight", "3.weight"}
+
+
+def test_models_that_change_their_inputs_leave_the_data_as_they_are():
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.sub_(1))
+
+    x = torch.randn(300, 32)
+    before = x.clone()
+    bs.sparsity.reconstruct(nn.Sequential(Shifted(32, 32), nn.Linear(32, 32)), [x], 0.5, 16)
+    assert torch.equal(x, before)
+
+
 def test_models_that_are_not_compiled_do_not_load_the_compiler():
     program = """
 import sys, torch, blocksparse as bs

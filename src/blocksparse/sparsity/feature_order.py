@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,13 +15,11 @@ from torch.utils._pytree import tree_leaves
 from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
-from ..surgery.connections import FeatureGroup, Port, find_features
+from ..surgery.connections import FeatureGroup, Port, reorderable, trace_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
-from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress
+from .calibration.calibrate import arguments_of, batch_error, count_positional, progress
 
-# Samples of an example that are enough to follow features.
-SAMPLES = 8
 # Steps of the search in a group. In the first ones blocks near the threshold count in part.
 SOFT_STEPS, STEPS = 8, 12
 # Random pairings of features per step; a pair exchanges its places if more is kept.
@@ -60,8 +58,9 @@ def permute_features(
         A copy of the model.
 
     Raises:
-        BlockSparseError: a density out of range, an example that the model does not accept, or a model whose outputs
-            change with the order, because functions that are not PyTorch's use its features.
+        BlockSparseError: a density out of range, an example that the model does not accept or for which it does not use
+            all weights, or a model whose outputs change with the order, because functions that are not PyTorch's use
+            its features.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -81,7 +80,7 @@ def permute_features(
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))
     before = _outputs(permuted, example, args, kwargs)
     weights = {id(weight.tensor): weight for weight in prunable(permuted, block_size, skip)}
-    for group in progress(_find_groups(permuted, args, kwargs), "features ordered:"):
+    for group in progress(_find_groups(permuted, args, kwargs, weights), "features ordered:"):
         order = _best_order(group, weights, density)
         if order is not None:
             group.permute(order)
@@ -97,21 +96,30 @@ def reorder_features(
     model: nn.Module, example: Any, density: float, block_size: int | tuple[int, int], skip: Skip
 ) -> nn.Module:
     """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
-    for few in (next(parts_of([example], SAMPLES), example), example):
-        with suppress(BlockSparseError):  # outputs would change, or not all arguments have an axis of samples
-            return permute_features(model, few, density, block_size, skip=skip)
+    with suppress(BlockSparseError):  # outputs would change, or the example does not call all layers
+        return permute_features(model, example, density, block_size, skip=skip)
     return model
 
 
-def _find_groups(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[FeatureGroup]:
+def _find_groups(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], weights: Mapping[int, Prunable]
+) -> list[FeatureGroup]:
     """Return the groups of features that may be reordered.
 
     Values of block-sparse layers stay in their order, and so do frozen parameters if others are trained.
+
+    Raises:
+        BlockSparseError: a model that cannot be traced, or one of these weights that the call does not use, so that it
+            is not known which features it reads.
     """
     try:
-        groups = find_features(model, *args, **kwargs)
+        found, trace = trace_features(model, tuple(args), kwargs)
     except Exception as error:  # modules may refuse to be traced
         raise BlockSparseError.expected("model", "a model whose calls can be traced", error) from error
+    if unused := [weights[each].name for each in trace.unseen & weights.keys()]:
+        expected = f"inputs for which the model uses all weights (more samples, or skip={unused[:1]})"
+        raise BlockSparseError.expected("example", expected, f"some for which it does not use {unused[0]}")
+    groups = reorderable(found)
     frozen: set[int] = set()
     if any(parameter.requires_grad for parameter in model.parameters()):
         frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
@@ -123,7 +131,7 @@ def _find_groups(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any
     ]
 
 
-def _outputs(model: nn.Module, example: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _outputs(model: nn.Module, example: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the outputs of a model in evaluation mode that are floating-point tensors and not empty."""
     with evaluation_mode(model):
         try:

@@ -104,7 +104,11 @@ def find_features(model: nn.Module, *args: Any, **kwargs: Any) -> list[FeatureGr
     Returns:
         Groups of two features or more, in the order of the calls.
     """
-    groups, _ = trace_features(model, args, kwargs)
+    return reorderable(trace_features(model, args, kwargs)[0])
+
+
+def reorderable(groups: list[FeatureGroup]) -> list[FeatureGroup]:
+    """Return the groups whose features can be reordered, of all groups that `trace_features` returns."""
     return [group for group in groups if group.excluded is None and (group.consumers or group.attends)]
 
 

@@ -123,9 +123,11 @@ def values_of(batch: Any) -> Iterable[Any]:
 
 
 def arguments_of(batch: Any, max_args: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments that a batch holds, on the device."""
+    """Return copies of the positional and keyword arguments that a batch holds, as models may change them."""
 
     def move(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return each.to(device, copy=True)
         return each.to(device) if hasattr(each, "to") else each
 
     args, kwargs = split_arguments(batch)

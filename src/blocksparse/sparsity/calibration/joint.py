@@ -78,15 +78,14 @@ def fit_block(
     steps = min(STEPS, int(MAX_FLOPS / (6 * SAMPLES * multiplications + 1)))  # forward, and twice as many backward
     if steps < MIN_STEPS:
         return
-    chunks = list(parts_of(batches, SAMPLES))
     try:
-        first = _record(dense, name, chunks[:1])
+        records, targets = _record_pairs(model, dense, name, list(parts_of(batches, SAMPLES)))
     except BlockSparseError:  # not all arguments have an axis of samples
-        chunks, first = batches, _record(dense, name, batches[:1])
-    chunks = chunks[: max(1, MAX_BYTES // max(1, byte_count(tree_leaves(first))))]
-    records, targets = (_record(each, name, chunks) for each in (model, dense))
+        records, targets = _record_pairs(model, dense, name, batches)
     if not records or len(records) != len(targets):
         return
+    if any(output.shape != target.shape for (*_, output), (*_, target) in zip(records, targets, strict=True)):
+        return  # a router sends other rows to the block
     records = [(args, kwargs, target[2]) for (args, kwargs, _), target in zip(records, targets, strict=True)]
     old = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     modes = {parameter: parameter.requires_grad for parameter in block.parameters()}
@@ -108,6 +107,13 @@ def fit_block(
     if not improved:
         for key, parameter in parameters.items():
             parameter.detach().copy_(old[key])
+
+
+def _record_pairs(model: nn.Module, dense: nn.Module, name: str, chunks: list[Any]) -> list[list[Record]]:
+    """Return what `_record` does for both models, of as many chunks as take 256 MiB."""
+    first = _record(dense, name, chunks[:1])
+    chunks = chunks[: max(1, MAX_BYTES // max(1, byte_count(tree_leaves(first))))]
+    return [_record(each, name, chunks) for each in (model, dense)]
 
 
 def _divide(records: list[Record]) -> tuple[list[Record], list[Record]]:

@@ -38,7 +38,7 @@ class Targets:
 
     def __init__(self, dense: nn.Module, passes: Passes, products: Mapping[str, list[Product]]):
         self.dense, self.passes = dense, passes
-        self._missing = dict(products)
+        self._missing = {name: of_module for name, of_module in products.items() if of_module}
         self._recorded: dict[str, Target] = {}
 
     def of(self, product: Product) -> Target:
