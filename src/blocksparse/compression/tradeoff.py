@@ -195,7 +195,7 @@ def tradeoff(
 ) -> Tradeoff:
     """Measure speed and agreement with the dense model at several densities, without training.
 
-    This takes up to half a minute for small models, and a few minutes for large ones: samples are left out then, and
+    This takes half a minute for the smallest models, and a few minutes for others: samples are left out then, and
     layers are fitted one by one, so that `sparsify` with the same data may agree better than measured here. Densities
     that leave a weight without a block are left out. Output layers that share an embedding's weight count as untied.
 

@@ -18,8 +18,10 @@ from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, reorderable, trace_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
-from .calibration.calibrate import arguments_of, batch_error, count_positional, progress
+from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress
 
+# The samples of an example to follow features on at first; all of them if these do not reach all layers.
+SAMPLES = 8
 # Steps of the search in a group. In the first ones blocks near the threshold count in part.
 SOFT_STEPS, STEPS = 8, 12
 # Random pairings of features per step; a pair exchanges its places if more is kept.
@@ -96,8 +98,10 @@ def reorder_features(
     model: nn.Module, example: Any, density: float, block_size: int | tuple[int, int], skip: Skip
 ) -> nn.Module:
     """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
-    with suppress(BlockSparseError):  # outputs would change, or the example does not call all layers
-        return permute_features(model, example, density, block_size, skip=skip)
+    for samples in (next(parts_of([example], SAMPLES), example), example):
+        # Outputs would change, the samples do not show all layers, or not all arguments have an axis of samples.
+        with suppress(BlockSparseError):
+            return permute_features(model, samples, density, block_size, skip=skip)
     return model
 
 
