@@ -159,3 +159,12 @@ def test_a_block_that_returns_no_tensor_when_it_is_called_again_is_named():
     x = torch.ones(2, 3)
     with pytest.raises(bs.BlockSparseError, match="data: Silent returned no tensor"):
         joint._call(Silent(), ((x,), {}, x))
+
+
+def test_batches_of_several_forms_are_not_split():
+    """The first could be split into samples, but the second has none: its first axis are channels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(16, 32, 5), nn.ReLU(), nn.Conv1d(32, 16, 3))
+    batches = [torch.randn(4, 16, 20), torch.randn(16, 12)]
+    fitted = bs.sparsify(model, 0.5, 8, data=batches, force=True)
+    assert fitted(batches[1]).isfinite().all()
