@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, reorderable, trace_features
 from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
-from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress
+from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress, sample_count
 
 # The samples of an example to follow features on at first; all of them if these do not reach all layers.
 SAMPLES = 8
@@ -98,7 +99,8 @@ def reorder_features(
     model: nn.Module, example: Any, density: float, block_size: int | tuple[int, int], skip: Skip
 ) -> nn.Module:
     """Return a copy of a model in which large weights share blocks, or the model itself if that is not possible."""
-    for samples in (next(parts_of([example], SAMPLES), example), example):
+    few = list(islice(parts_of([example], SAMPLES), 1)) if sample_count(example) > SAMPLES else []
+    for samples in (*few, example):
         # Outputs would change, the samples do not show all layers, or not all arguments have an axis of samples.
         with suppress(BlockSparseError):
             return permute_features(model, samples, density, block_size, skip=skip)
