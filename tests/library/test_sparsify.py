@@ -166,6 +166,29 @@ def test_untrained_weights_get_the_density(make, speeds):
     assert 0.2 < sum(x.nnz for x in layouts) / sum(x.grid[0] * x.grid[1] for x in layouts) < 0.3
 
 
+@pytest.mark.parametrize("init", [nn.init.orthogonal_, nn.init.xavier_normal_, nn.init.trunc_normal_, nn.init.eye_])
+def test_weights_of_other_initializations_are_untrained(init, speeds):
+    speeds(lambda layer: 2)
+    model = mlp(512, 256)
+    init(model[0].weight)
+    assert layouts_of(bs.sparsify(model, 0.25))["0.weight"].density == 0.25
+
+
+def test_a_short_training_is_noticed(speeds):
+    speeds(lambda layer: 2 if layer.layout.density < 0.7 else 0.8)
+    torch.manual_seed(0)
+    model = mlp(256, 512, 512)
+    x = torch.randn(2000, 256)
+    label = (x @ torch.randn(256, 512)).argmax(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for batch in torch.randint(2000, (30, 64)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), label[batch]).backward()
+        optimizer.step()
+    with pytest.warns(bs.SparsityWarning, match=r"0\.weight: .* to preserve 95% of each row's squared norm"):
+        assert not layouts_of(bs.sparsify(model, 0.1))
+
+
 def test_blocks_of_convolutions_compete_per_parameter():
     model = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Conv2d(16, 16, 5, bias=False)])
     with torch.no_grad():

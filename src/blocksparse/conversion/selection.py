@@ -29,8 +29,9 @@ MIN_DENSITY_FRACTION = 0.5
 # and each row of blocks loses at most this fraction of its squared norm.
 MAX_ROW_LOSS = 0.05
 
-# A weight counts as trained if the norms of its blocks differ from chance by this many standard deviations.
-TRAINED_DEVIATIONS = 4.0
+# A weight counts as trained if its largest singular value exceeds that of random numbers by this many deviations.
+TRAINED_DEVIATIONS = 6.0
+POWER_ITERATIONS = 12
 
 
 class Selection(ABC):
@@ -243,22 +244,32 @@ def _needed_blocks(weight: Prunable) -> Tensor:
 
 
 def _is_trained(weights: Iterable[Prunable]) -> bool:
-    """Return whether the norms of some weight's blocks differ more than those of random numbers.
+    """Return whether training has left its mark on some weight: a singular value that random numbers do not have.
 
-    Return True too if no weight has enough blocks to tell.
+    Return True too if no weight is large enough to tell.
     """
-    unknown = True
-    for weight in weights:
-        blocks = weight.blocks
-        whole = blocks.sums(torch.ones_like(weight.tensor)) == blocks.size
-        squares = blocks.fold(weight.tensor.detach().double().square()).movedim(2, 1).flatten(2)[whole]
-        if len(squares) < 4 or squares.shape[1] < 4:
-            continue
-        unknown = False
-        by_chance = squares.var(1).mean() / squares.shape[1]
-        if squares.mean(1).var() > by_chance * (1 + TRAINED_DEVIATIONS * math.sqrt(2 / (len(squares) - 1))):
-            return True
-    return unknown
+    excesses = [_excess_over_random(weight.matrix().detach().flatten(1)) for weight in weights]
+    known = [excess for excess in excesses if excess is not None]
+    return not known or max(known) > TRAINED_DEVIATIONS
+
+
+def _excess_over_random(matrix: Tensor) -> float | None:
+    """Return by how much the largest singular value exceeds that of random numbers, in deviations of its square.
+
+    Return None for zeros and for matrices of fewer than four rows or columns.
+
+    Source: Johnstone, On the distribution of the largest eigenvalue in principal components analysis (2001).
+    """
+    matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
+    scale = float(matrix.square().mean().sqrt())
+    if min(matrix.shape) < 4 or not scale:
+        return None
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix) / scale
+    for _ in range(POWER_ITERATIONS):
+        vector = matrix.T @ (matrix @ (vector / vector.norm())) / scale**2
+    rows, columns = (math.sqrt(side) for side in matrix.shape)
+    deviation = (rows + columns) * (1 / rows + 1 / columns) ** (1 / 3)
+    return (float(vector.norm()) - (rows + columns) ** 2) / deviation
 
 
 def _padded_size(weight: Prunable) -> int:
