@@ -45,6 +45,7 @@ def test_the_density_is_reached_and_training_helps():
     assert not result.model.training
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items()), "the model stays"
     assert "density" in str(result)
+    assert not result.is_only_fitted
     assert result.report.rows
 
 
@@ -214,6 +215,8 @@ def test_the_result_is_never_worse_than_the_model_fitted_in_one_shot(monkeypatch
     monkeypatch.setattr(training.Training, "_step", harmful)
     result = bs.compress(model, data, **options(steps=100))
     assert result.curve[-1].loss == pytest.approx(fitted.curve[-1].loss, rel=1e-3)
+    assert result.is_only_fitted
+    assert "training has not improved it" in str(result)
 
 
 def test_few_steps_at_the_target_are_reported(monkeypatch):

@@ -197,6 +197,7 @@ def test_a_resumed_run_still_returns_the_fit_if_it_is_better(tmp_path, is_augmen
     with pytest.warns(bs.SparsityWarning, match="other data") if is_augmented else nullcontext():
         result = bs.compress(model, again, **options(folder=tmp_path))
     assert result.curve[-1].loss == -1
+    assert result.is_only_fitted
     state = result.model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in fit.items())
 

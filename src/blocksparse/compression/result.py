@@ -14,6 +14,7 @@ from ..conversion.report import Report, report
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 
 BUSY_SENTENCE = "The machine was busy during the timings: measure again when it is idle."
+FIT_SENTENCE = "This is the model as fitted at the start: training has not improved it. More data or time may help."
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class CompressionResult:
         dense: why weights stayed dense, by name.
         example: the inputs that speeds were measured on.
         is_busy: whether other programs seemed to use the machine during the timings.
+        is_only_fitted: whether this is the model as fitted at the start, which training has not improved.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class CompressionResult:
     dense: dict[str, str] = field(default_factory=dict)
     example: Any = field(default=None, repr=False)
     is_busy: bool = False
+    is_only_fitted: bool = False
 
     @property
     def density(self) -> float:
@@ -83,8 +86,8 @@ class CompressionResult:
         return report(self.model, example=self.example)
 
     def table(self) -> str:
-        """Return the curve as text, with a sentence below if the machine was busy during the timings."""
-        return curve_table(self.curve) + f"\n{BUSY_SENTENCE}" * self.is_busy
+        """Return the curve as text; sentences below say if training was in vain or the machine busy during timings."""
+        return curve_table(self.curve) + f"\n{FIT_SENTENCE}" * self.is_only_fitted + f"\n{BUSY_SENTENCE}" * self.is_busy
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw agreement and speed-up over density.

@@ -414,6 +414,7 @@ class CompressionRun:
 
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
         """Restore the student's modes, write the curve, and return the result."""
+        is_fit = self.one_shot is not None and self.curve[-1] == self.one_shot.point
         self._densify_slower()
         tied = tied_names(self.student)  # of which `report` says so
         record_reasons(self.student, {name: why for name, why in self.dense_reasons.items() if name not in tied})
@@ -422,8 +423,14 @@ class CompressionRun:
         self.student.zero_grad()
         if self.folder is not None:
             self.folder.save_curve(self.curve)
-        is_busy = self.speedups.is_busy
-        return CompressionResult(self.student, tuple(self.curve), self.dense_reasons, self.example, is_busy)
+        return CompressionResult(
+            model=self.student,
+            curve=tuple(self.curve),
+            dense=self.dense_reasons,
+            example=self.example,
+            is_busy=self.speedups.is_busy,
+            is_only_fitted=is_fit,
+        )
 
     def _densify_slower(self) -> None:
         """Make layers dense again that are slower block-sparse, because they kept more blocks than planned."""
