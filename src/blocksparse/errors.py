@@ -1,5 +1,7 @@
 """The error and the warning of the library, and the help pages that they name."""
 
+import sys
+import warnings
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Self
@@ -8,6 +10,9 @@ __all__ = ["BlockSparseError", "SparsityWarning"]
 
 # A message names at most this number of weights.
 MAX_NAMED = 6
+
+# Warnings are shown at the first line outside of these packages.
+NOT_THE_USERS = "blocksparse", "torch", "contextlib"
 
 
 def format_reasons(reasons: Mapping[str, str]) -> list[str]:
@@ -54,3 +59,11 @@ class BlockSparseError(ValueError):
 
 class SparsityWarning(UserWarning):
     """A model has not become as sparse as requested; the message lists the weights left dense, with the reasons."""
+
+
+def warn_user(message: str) -> None:
+    """Give a SparsityWarning at the line of the user's program that has called this library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, SparsityWarning, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..checkpoint import bytes_of
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import BlockSparseError, warn_user
 from ..sparsity.calibration.calibrate import (
     Batches,
     arguments_of,
@@ -191,11 +190,9 @@ class BatchReader:
                 why += f" (they are from {low} to {high})"
         else:
             return
-        warnings.warn(
+        warn_user(
             f"compress: the labels are ignored, because {why}. The model is trained on the teacher's outputs alone. "
             "To use the labels, pass loss=, a function of the output and the batch.",
-            SparsityWarning,
-            stacklevel=5,
         )
 
     def count_labels(self, batches: Iterable[Any]) -> int:
@@ -230,12 +227,10 @@ class BatchReader:
             extremes = [int(value) for value in known.aminmax()] if known.numel() else [0]
             others += extremes if min(extremes) < 0 or max(extremes) >= classes else []
         if others:
-            warnings.warn(
+            warn_user(
                 f"compress: some batches have labels from {min(others)} to {max(others)}, and the model has classes "
                 f"from 0 to {classes - 1}: all labels of these batches are ignored. Write {IGNORED} for rows without "
                 "a label.",
-                SparsityWarning,
-                stacklevel=3,
             )
 
     def task_loss(self, output: Any, batch: Any) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import checkpoint
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import BlockSparseError, warn_user
 from ..files import writable_folder
 from .candidates import Candidate
 from .result import Point
@@ -104,7 +103,7 @@ class RunFolder:
             write()
         except BlockSparseError as error:
             if not self._has_warned:
-                warnings.warn(f"compress: {error}", SparsityWarning, stacklevel=7)
+                warn_user(f"compress: {error}")
             self._has_warned = True
 
     def _check_settings(self, stored: Any) -> None:
@@ -114,7 +113,7 @@ class RunFolder:
             raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.path}")
         if different == ["data"]:
             note = "which had other data (as randomly augmented data are)"
-            warnings.warn(f"compress: resuming the run in {self.path}, {note}", SparsityWarning, stacklevel=7)
+            warn_user(f"compress: resuming the run in {self.path}, {note}")
         elif different:
             mine, others = (", ".join(f"{name} {of[name]}" for name in different) for of in (self.settings, stored))
             hint = "pass these to resume that run, or use another folder; models and data are named by checksums"

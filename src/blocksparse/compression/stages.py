@@ -26,7 +26,7 @@ from ..conversion.sparsify import (
     survey_weights,
 )
 from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
-from ..errors import BlockSparseError, SparsityWarning, format_reasons
+from ..errors import BlockSparseError, SparsityWarning, format_reasons, warn_user
 from ..sparsity.selection import least_density
 from ..surgery.carry import record_reasons
 from ..surgery.model_tools import copy_model, evaluation_mode
@@ -149,10 +149,8 @@ class CompressionRun:
             self._finish_stage()
             if len(self.curve) < 2:
                 raise
-            warnings.warn(
+            warn_user(
                 f"compress: interrupted; this is the best model so far, of density {self.curve[-1].density:.3g}",
-                SparsityWarning,
-                stacklevel=3,
             )
         else:
             self._warn_if_missed()
@@ -182,10 +180,8 @@ class CompressionRun:
         self.dense_reasons = {name: plan.reasons[name] for name in candidates.weights if name not in plan.layouts}
         if not plan.layouts:
             listed = "\n  ".join(format_reasons(self.dense_reasons))
-            warnings.warn(
+            warn_user(
                 f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
-                SparsityWarning,
-                stacklevel=4,
             )
         self._tie_others(plan.layouts)
         self._count_full_weights()
@@ -231,11 +227,9 @@ class CompressionRun:
         count = budget.spent_steps - self.steps_before
         if is_last and budget.minutes is not None and count < MIN_STEPS:
             was = f"only {count} training steps were" if count else "no time to train was"
-            warnings.warn(
+            warn_user(
                 f"compress: {was} left at density {density:.3g} after {budget.elapsed:.1f} minutes, of which fitting "
                 f"took {self.fit_minutes:.1f}: give more minutes than {budget.minutes:.3g}, or smaller batches",
-                SparsityWarning,
-                stacklevel=5,
             )
         self._finish_stage()
 
@@ -389,27 +383,21 @@ class CompressionRun:
         dense, best = self.curve[0], self.curve[-1]
         before, after = dense.metric, best.metric
         if before is not None and after is not None and best.agreement < DOUBTFUL and after > before:
-            warnings.warn(
+            warn_user(
                 f"compress: evaluate returned {after:.4g} for the result and {before:.4g} for the dense "
                 f"model, though they agree by {best.agreement:.1%} only. A higher value has to be better: for an "
                 "error, return its negative",
-                SparsityWarning,
-                stacklevel=4,
             )
         if self.is_fit_cut:
-            warnings.warn(
+            warn_user(
                 f"compress: fitting was stopped after {self.fit_minutes:.1f} minutes, so that some weights kept their "
                 "largest blocks unchanged before training: give more minutes or less data",
-                SparsityWarning,
-                stacklevel=4,
             )
         reached = self.curve[-1].density
         if reached > self.target * (1 + DENSITY_TOLERANCE):
-            warnings.warn(
+            warn_user(
                 f"compress: the density is {reached:.2g}, not {self.target:.2g}: each weight keeps at least "
                 "one block; use a smaller block_size",
-                SparsityWarning,
-                stacklevel=4,
             )
 
     def _result(self, modes: dict[str, bool]) -> CompressionResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import BlockSparseError, warn_user
 from ..sparsity.calibration.calibrate import (
     COLUMNS,
     LINE_SECONDS,
@@ -270,11 +269,9 @@ class Training:
                 optimizer = self._optimizer(rate)
                 cuts += 1
                 if cuts > MAX_CUTS:
-                    warnings.warn(
+                    warn_user(
                         f"compress: this stage ends at {done:.0%}: losses or gradients are not finite, even with a "
                         f"learning rate of {rate:.1g}. Try other data, loss= or skip=.",
-                        SparsityWarning,
-                        stacklevel=6,
                     )
                     break
                 rate *= RATE_CUT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ..errors import BlockSparseError, SparsityWarning, format_reasons
+from ..errors import BlockSparseError, format_reasons, warn_user
 from ..nn.quantized import QuantizedModule
 from ..surgery.connections import FeatureGroup, Port, trace_features
 from ..surgery.example_inputs import find_inputs
@@ -120,7 +119,7 @@ def _remove_useless_units(model: nn.Module, example: Any, *, heads: bool) -> tup
             return math.inf, tolerance
         if error <= tolerance and (useless := _useless(*traced, heads=heads)):
             lines = ["shrink: these layers keep units without a function", *format_reasons(useless)]
-            warnings.warn("\n  ".join(lines), SparsityWarning, stacklevel=5)
+            warn_user("\n  ".join(lines))
     return error, tolerance
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from ..checked import checked_block, positive_fraction
-from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning, format_reasons
+from ..errors import MAX_NAMED, BlockSparseError, Page, format_reasons, warn_user
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import energy_shares
@@ -194,7 +193,7 @@ def keep_nonzero(
     if not candidates.weights:
         raise no_weights_error(model, candidates)
     speed = None if force else Speed(model, tokens, example)
-    layouts = layouts_of_zeros(candidates.weights, block_size, speed, name=name, stacklevel=4)
+    layouts = layouts_of_zeros(candidates.weights, block_size, speed, name=name)
     return replace_with_sparse(model if inplace else copy_model(model), layouts, optimizer)
 
 
@@ -361,10 +360,8 @@ def fit_values(
     layouts, errors = fit(copied, model, batches, plan.layouts, **options)
     if len(errors) < len(layouts):
         names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
-        warnings.warn(
+        warn_user(
             f"sparsify: the data do not reach {names}, or not visibly: these weights keep their largest blocks",
-            SparsityWarning,
-            stacklevel=4,
         )
     return copied, replace(plan, layouts=layouts)
 
@@ -442,7 +439,7 @@ def _warn_if_missed(plan: Plan) -> None:
     if any(selection.excess(name) for name in why):
         lines.append("to go lower, pass data= to calibrate, or force=True and fine-tune")
     lines.append(f"see {Page.SPARSIFY}")
-    warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)
+    warn_user("\n  ".join([f"sparsify: {head}", *lines]))
 
 
 def _leave_padded_dense(plan: Plan) -> Plan:

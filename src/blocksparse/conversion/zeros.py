@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 from ..checked import checked_block
-from ..errors import BlockSparseError, SparsityWarning, format_reasons
+from ..errors import BlockSparseError, format_reasons, warn_user
 from ..layout import BlockLayout
 from ..surgery.prunable import Prunable
 from .selection import Layouts, check_finite_weight
@@ -21,9 +20,7 @@ BLOCK_SIZES = (32, 16, 8, 4, 1)
 MIN_ZEROS = 0.05
 
 
-def layouts_of_zeros(
-    weights: Mapping[str, Prunable], sizes: BlockSizes, speed: Speed | None, *, name: str, stacklevel: int
-) -> Layouts:
+def layouts_of_zeros(weights: Mapping[str, Prunable], sizes: BlockSizes, speed: Speed | None, *, name: str) -> Layouts:
     """Return the layouts of the blocks that have a nonzero value, of weights that are better block-sparse.
 
     Args:
@@ -31,7 +28,6 @@ def layouts_of_zeros(
         sizes: the block sizes to choose from.
         speed: to choose the fastest size of each weight, or None to choose the one that takes the least memory.
         name: the function that the warning is about.
-        stacklevel: the frames between the user's call and this one.
     """
     pairs = checked_sizes(sizes)
     if speed is not None:
@@ -66,7 +62,7 @@ def layouts_of_zeros(
                 )
     if slow or not layouts:
         lines = format_reasons(slow) or ["no weight has zeros: bs.sparsify(model, density) prunes"]
-        warnings.warn("\n  ".join([f"{name}: these stay dense", *lines]), SparsityWarning, stacklevel=stacklevel + 1)
+        warn_user("\n  ".join([f"{name}: these stay dense", *lines]))
     return layouts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint import part
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import BlockSparseError, warn_user
 from ..sparsity.pruning.dense_pruner import DensePruner
 from ..sparsity.sparse_training.gradient_growth import GradientGrowth
 from ..sparsity.training_method import TrainingMethod
@@ -171,4 +170,4 @@ def _warn(method: Any, name: str, state: str) -> None:
             f"To store only the {method.density:.0%} of its blocks that are left, call model = "
             f"{name}.finish(early=True). To prune further, train longer, or make the method with a smaller end"
         )
-    warnings.warn(f"{state}: the model stays dense. {remedy}", SparsityWarning, stacklevel=2)
+    warn_user(f"{state}: the model stays dense. {remedy}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checked import is_int
 from ..conversion.densify import densify
-from ..errors import MAX_NAMED, BlockSparseError, SparsityWarning
+from ..errors import MAX_NAMED, BlockSparseError, warn_user
 from ..files import path_of
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
@@ -159,11 +159,9 @@ def _warn_of_dense_weights(left: Mapping[str, BlockSparseModule], path: Path, sp
     if sparse:
         names = f"{', '.join(list(left)[:MAX_NAMED])}{', ...' if len(left) > MAX_NAMED else ''}"
         advice = f"sparse={sparse!r} serves linear layers and 1 x 1 convolutions with blocks from 8 x 8, not {names}"
-    warnings.warn(
+    warn_user(
         f"{path} stores dense weights, with zeros for absent blocks: {size / 1e6:.3g} MB. The block-sparse weights "
         f"take {dense / 1e6:.3g} MB of it instead of {stored / 1e6:.3g} MB, and run as slowly as dense ones. {advice}",
-        SparsityWarning,
-        stacklevel=3,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import BLOCK_AGE, averaged_axis, check_optimizer_state, is_block_age
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import BlockSparseError, warn_user
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .rows import put_rows, take_rows, true_positions
 from .sharding import local_of
@@ -397,11 +396,9 @@ def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
                 watch_new_blocks(parameter, state)
                 if BLOCK_AGE in state and not has_clock:
                     has_clock = True  # one warning is enough
-                    warnings.warn(
+                    warn_user(
                         f"the state of {type(optimizer).__name__} has ages of blocks but no BlockClock, so young "
                         "blocks may move too far: wrap the optimizer in bs.sparsity.BlockClock after loading",
-                        SparsityWarning,
-                        stacklevel=4,
                     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...checked import is_int
-from ...errors import BlockSparseError, Page, SparsityWarning
+from ...errors import BlockSparseError, Page, warn_user
 from ...nn.module import BlockSparseModule
 from ...surgery.agreement import Fact, agreed, digest, fact_of
 from .cut import Cut
@@ -163,11 +162,9 @@ class _BlockSparseStyle(ParallelStyle):
         stored = layer.stored_per_unit(cut.unit).sum(0)
         fraction = max(stored[list(part)].sum() for part in cut.parts) / max(stored.sum(), 1)
         if fraction * cut.ranks > MAX_IMBALANCE and dist.get_rank() == 0:
-            warnings.warn(
+            warn_user(
                 f"one of {cut.ranks} processes gets {fraction:.0%} of the blocks of {layer.module}: "
                 "blocksparse.distributed.parallelize_module finds cuts that balance them",
-                SparsityWarning,
-                stacklevel=5,
             )
 
     def __repr__(self) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
+from ...errors import MAX_NAMED, BlockSparseError, Page, warn_user
 from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule
 from ...surgery.blocks import mask_blocks_
@@ -195,11 +194,9 @@ def without_frozen(weights: list[Prunable], method: str) -> list[Prunable]:
         expected = "weights that are trained (sparsify prunes without training): requires_grad_(True) first"
         raise BlockSparseError.expected("model", expected, f"frozen ones: {', '.join(frozen)}")
     if frozen:
-        warnings.warn(
+        warn_user(
             f"{method} leaves frozen weights dense: {', '.join(frozen)}. To prune them too, call requires_grad_(True) "
             "first. To silence this warning, name them in skip.",
-            SparsityWarning,
-            stacklevel=4,
         )
     return [weight for weight in weights if weight.tensor.requires_grad]
 
@@ -219,10 +216,8 @@ def warn_of_unexpected(reasons: Mapping[str, str | None], method: str) -> None:
         listed = "; ".join(unexpected[:MAX_NAMED]) + (
             f"; and {len(unexpected) - MAX_NAMED} more" * (len(unexpected) > MAX_NAMED)
         )
-        warnings.warn(
+        warn_user(
             f"{method} leaves some weights dense (name them in skip to silence this warning): {listed}",
-            SparsityWarning,
-            stacklevel=4,
         )
 
 

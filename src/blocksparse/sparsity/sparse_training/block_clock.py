@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...checked import BLOCK_AGE, integer
-from ...errors import BlockSparseError, SparsityWarning
+from ...errors import BlockSparseError, warn_user
 from ...surgery.optimizer import clocked, has_block_clock, is_optimizer, unwrapped
 from ...surgery.rows import put_rows, take_rows
 from ...surgery.sharding import local_of
@@ -120,11 +119,9 @@ class BlockClock:
     def _remember(self, optimizer: Any, *_: Any) -> None:
         """Copy the values of young blocks before a step."""
         if accelerate_accumulates():  # an optimizer that accelerate has prepared does not step now
-            warnings.warn(
+            warn_user(
                 f"{type(optimizer).__name__} steps while accelerate accumulates gradients: prepare ignores a "
                 "BlockClock, so write BlockClock(accelerator.prepare(optimizer))",
-                SparsityWarning,
-                stacklevel=4,
             )
         self._before = {}
         for group in optimizer.param_groups:

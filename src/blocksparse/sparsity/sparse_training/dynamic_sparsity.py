@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...checked import integer
-from ...errors import BlockSparseError, Page, SparsityWarning
+from ...errors import BlockSparseError, Page, warn_user
 from ...nn.module import BlockSparseModule
 from ...ops.checks import without_autocast
 from ...surgery.agreement import check_layouts
@@ -151,11 +150,9 @@ class DynamicSparsity(TrainingMethod):
         frozen = {name for _, name, weight in weights if not weight.parameter.requires_grad}
         if newly_frozen := sorted(frozen - self._frozen):
             values = ", ".join(f"{name}.values".lstrip(".") for name in newly_frozen)
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} does not change {values} while frozen: call requires_grad_(True) to change "
                 "them too, or name them in skip",
-                SparsityWarning,
-                stacklevel=4,
             )
         self._frozen |= frozen
         return (each for each in weights if each[1] not in frozen)
