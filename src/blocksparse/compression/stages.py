@@ -105,53 +105,15 @@ class CompressionRun:
     def run(self, skip: Skip) -> CompressionResult:
         """Run all stages, or those that an interrupted run has left, and return the result."""
         modes = {name: module.training for name, module in self.student.named_modules()}
-        densities, resumed = stage_densities(self.target), self._resume()
         try:
-            if not resumed:
-                loss, agreed = self.training.evaluate()
-                metric = self._metric(self.student)
-                if math.isinf(loss):
-                    got = "inf or nan (check loss= and the labels)"
-                    raise BlockSparseError.expected("model", "a finite loss on the held-out data", got)
-                if metric is not None and math.isnan(metric):
-                    raise BlockSparseError.expected("evaluate", "a number for the model as it is given", "nan")
-                self.curve.append(Point(1.0, 1.0, agreed, loss, metric, self.training.budget.elapsed))
-                plan = self._choose_weights(self._find_candidates(skip))
-                if not plan.layouts:
-                    return self._result(modes)
-                self._fit_in_one_shot(plan)
-            elif self.stage == FITTED:
-                self.weights_to_sparsify = self._find_candidates(skip).weights.keys() - self.dense_reasons.keys()
-            if self.stage == FITTED and self.one_shot is not None:
-                self._begin_stages(densities, self.one_shot)
-            ends = stage_ends(len(densities), self.training.budget.used)
-            while self.stage < len(densities):
-                if (
-                    self.stage
-                    and not self.started_from_one_shot
-                    and (one_shot := self._better_one_shot(self.curve[-1]))
-                ):
-                    self.stage = len(densities) - 1
-                    self._start_from(one_shot)
-                self._train_stage(densities[self.stage], ends[self.stage])
-                self.stage += 1
-            self._finish_stage()  # if the resumed run had finished: the curve in its file lacks the last point
-            if one_shot := self._better_one_shot(self.curve[-1]):
-                self._replace_last(one_shot)
+            if not self._begin(skip):
+                return self._result(modes)
+            self._train_all_stages(stage_densities(self.target))
         except KeyboardInterrupt:
-            if self.best_of_stage is None and self.model_of_last_stage is not None:  # blocks were being dropped
-                self.training.student = self.model_of_last_stage
-            elif self.best_of_stage is None and self.one_shot is not None:
-                self.stage = FITTED
-                self._return_to(self.one_shot)
-            if self.best_of_stage is not None:
-                self._save(self.best_of_stage, self.stage)
-            self._finish_stage()
+            self._return_to_best()
             if len(self.curve) < 2:
                 raise
-            warn_user(
-                f"compress: interrupted; this is the best model so far, of density {self.curve[-1].density:.3g}",
-            )
+            warn_user(f"compress: interrupted; this is the best model so far, of density {self.curve[-1].density:.3g}")
         else:
             self._warn_if_missed()
         finally:
@@ -159,6 +121,52 @@ class CompressionRun:
         return self._result(modes)
 
     # -- stages -----------------------------------------------------------------------------------------------
+
+    def _begin(self, skip: Skip) -> bool:
+        """Measure the dense model and fit it in one shot, or resume; return whether there is anything to train."""
+        if self._resume():
+            if self.stage == FITTED:
+                self.weights_to_sparsify = self._find_candidates(skip).weights.keys() - self.dense_reasons.keys()
+            return True
+        loss, agreed = self.training.evaluate()
+        metric = self._metric(self.student)
+        if math.isinf(loss):
+            got = "inf or nan (check loss= and the labels)"
+            raise BlockSparseError.expected("model", "a finite loss on the held-out data", got)
+        if metric is not None and math.isnan(metric):
+            raise BlockSparseError.expected("evaluate", "a number for the model as it is given", "nan")
+        self.curve.append(Point(1.0, 1.0, agreed, loss, metric, self.training.budget.elapsed))
+        plan = self._choose_weights(self._find_candidates(skip))
+        if plan.layouts:
+            self._fit_in_one_shot(plan)
+        return bool(plan.layouts)
+
+    def _train_all_stages(self, densities: list[float]) -> None:
+        """Bring the student to one density after the other; take the one-shot model instead where that is better."""
+        if self.stage == FITTED and self.one_shot is not None:
+            self._begin_stages(densities, self.one_shot)
+        ends = stage_ends(len(densities), self.training.budget.used)
+        while self.stage < len(densities):
+            may_restart = self.stage > 0 and not self.started_from_one_shot
+            if may_restart and (one_shot := self._better_one_shot(self.curve[-1])):
+                self.stage = len(densities) - 1
+                self._start_from(one_shot)
+            self._train_stage(densities[self.stage], ends[self.stage])
+            self.stage += 1
+        self._finish_stage()  # if the resumed run had finished: the curve in its file lacks the last point
+        if one_shot := self._better_one_shot(self.curve[-1]):
+            self._replace_last(one_shot)
+
+    def _return_to_best(self) -> None:
+        """Take the best model so far as the student, after an interrupt, and save it."""
+        if self.best_of_stage is None and self.model_of_last_stage is not None:  # blocks were being dropped
+            self.training.student = self.model_of_last_stage
+        elif self.best_of_stage is None and self.one_shot is not None:
+            self.stage = FITTED
+            self._return_to(self.one_shot)
+        if self.best_of_stage is not None:
+            self._save(self.best_of_stage, self.stage)
+        self._finish_stage()
 
     def _find_candidates(self, skip: Skip) -> Survey:
         """Return the weights that can become block-sparse, and note whether they can be fitted to data."""
