@@ -23,7 +23,7 @@ from ..nn.module import BlockSparseModule, Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
-from ..surgery.model_tools import copy_model, parameter_device, split_arguments
+from ..surgery.model_tools import copy_model, parameter_device, split_arguments, uncompiled
 from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_modules, replace_with_sparse, sparse_module
 from .densify import densify
@@ -183,17 +183,15 @@ class Speed:
             self._model.get_submodule(name).register_forward_pre_hook(partial(save_arguments, name), with_kwargs=True)
             for name in names
         ]
-        fused = torch.backends.mha.get_fastpath_enabled()
+        args, kwargs = self._arguments
         try:
-            torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules inside encoder layers
-            args, kwargs = self._arguments
-            self._model(*args, **kwargs)
+            with uncompiled():
+                self._model(*args, **kwargs)
         except Exception as error:  # the user's module may raise anything
             raise BlockSparseError.expected(
                 "example", "arguments that the model accepts", _first_line(error)
             ) from error
         finally:
-            torch.backends.mha.set_fastpath_enabled(fused)
             for hook in hooks:
                 hook.remove()
 
