@@ -445,6 +445,14 @@ def test_a_block_sparse_model_becomes_sparser_with_its_best_blocks(inplace):
             assert any(layer.values is parameter for parameter in optimizer.param_groups[0]["params"])
 
 
+def test_blocks_that_a_trained_weight_needs_are_dropped_only_by_force():
+    sparse = nn.Sequential(bs.nn.Linear(64, 64, density=0.5, block_size=8))
+    sparse[0].values.data.abs_()  # no longer like random numbers
+    with pytest.raises(bs.BlockSparseError, match=r"\(force=True .*got 0.25 for 0.weight 0.5\n  0.weight: it needs "):
+        bs.sparsify(sparse, 0.25)
+    assert bs.sparsify(sparse, 0.25, force=True)[0].layout.density == 0.25
+
+
 def test_weights_of_a_layer_become_sparser_by_name():
     sparse = bs.sparsify(nn.ModuleList([nn.LSTM(24, 24)]), 0.5, 8, force=True, scope="layer")
     sparser = bs.sparsify(sparse, {"0.weight_hh_l0": 0.25}, force=True)[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert import block_coordinates, to_dense
-from ..errors import BlockSparseError
+from ..errors import MAX_NAMED, BlockSparseError, format_reasons
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight, check_parameters
 from ..nn.weight_norm import WeightNorm
@@ -90,11 +90,16 @@ def drop_blocks(
         for name, layout in selection.layouts(selection.weights).items()
     }
     if all(layout == stored[name].layout for name, layout in layouts.items()):
-        densities = ", ".join(f"{name} {stored[name].layout.density:.3g}" for name in list(layouts)[:6])
+        stored_densities = {name: stored[name].layout.density for name in list(layouts)[:MAX_NAMED]}
+        got = f"{density} for " + ", ".join(f"{name} {each:.3g}" for name, each in stored_densities.items())
         expected = (
             "a density below that of the block-sparse weights (blocksparse.densify(model) makes them dense again)"
         )
-        raise BlockSparseError.expected("density", expected, f"{density} for {densities}")
+        reasons = {name: f"it {excess}" for name in layouts if (excess := selection.excess(name))}
+        if reasons and density < max(stored_densities.values()):
+            expected = "weights that can lose blocks (force=True drops them; then train)"
+            got = "\n  ".join([got, *format_reasons(reasons)])
+        raise BlockSparseError.expected("density", expected, got)
     model = model if inplace else copy_model(model, otherwise="inplace=True")
     modules: dict[str, Any] = {name: model.get_submodule(stored[name].module) for name in layouts}
     parameters = {name: module.values for name, module in modules.items()}
