@@ -182,3 +182,13 @@ def test_blocks_regrow_without_gradients_while_the_density_falls(growth, schedul
     assert grown > 3
     assert densities == sorted(densities, reverse=True)
     assert densities[-1] == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-42, torch.inf, torch.nan])
+def test_layers_of_equal_or_infinite_norms_change(value):
+    layer = bs.nn.Linear(64, 64, density=0.3, block_size=8)
+    nn.init.constant_(layer.values, value)
+    before = layer.layout
+    assert bs.sparsity.CHTs(layer, None, end=50, every=1).step()
+    assert layer.layout.nnz == before.nnz
+    assert layer.layout != before

@@ -189,8 +189,9 @@ def powers_of_norms(norms: np.ndarray, exponent: float) -> np.ndarray:
 
     Infinity and NaN count as the largest norm.
     """
+    norms = norms.astype(np.float64)  # in float32, the least number below is 0
     finite = np.isfinite(norms)
-    largest = norms[finite].max(initial=1e-300).astype(np.float64)
+    largest = norms[finite].max(initial=1e-300)
     powers: np.ndarray = np.maximum((np.where(finite, norms, largest) / largest) ** exponent, 1e-300)
     return powers
 
