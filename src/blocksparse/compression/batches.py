@@ -170,7 +170,7 @@ class BatchReader:
 
     def rows_per_sample(self, model: nn.Module, batch: Any) -> float:
         """Return how many rows the model's first output has for each sample of a batch, such as tokens."""
-        output = next(iter(output_tensors(self.run(model, batch)).values()), torch.empty(0))
+        output = next(iter(output_tensors(self.run(model, batch)).values()), torch.empty(0, device="cpu"))
         return output[..., 0].numel() / sample_count(batch) if output.dim() > 1 and output.numel() else 1.0
 
     def _warn_of_unused_labels(self, output: Any, batch: Any) -> None:

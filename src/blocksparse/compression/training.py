@@ -361,7 +361,7 @@ class Training:
         If the loss or a gradient is not finite, return NaN without a step.
         """
         if not self._order:
-            self._order = torch.randperm(len(self.data.train), generator=self.generator).tolist()
+            self._order = torch.randperm(len(self.data.train), generator=self.generator, device="cpu").tolist()
         optimizer.zero_grad()
         index = self._order.pop()
         samples = sample_count(self.data.train[index]) if self._uses_batch_statistics else 0

@@ -231,7 +231,7 @@ def _with_minimum(scores: Tensor, density: float) -> Tensor:
     count = max(1, math.ceil(density * scores.numel()))
     sure, rank = torch.zeros_like(scores, dtype=torch.bool), rank_scores(scores)
     if count >= len(scores):
-        sure[torch.arange(len(scores)), rank.argmax(1)] = True
+        sure[torch.arange(len(scores), device="cpu"), rank.argmax(1)] = True
     rest = rank.masked_fill(sure, rank.numel()).flatten()
     return scores.masked_fill(sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure), torch.inf)
 
@@ -264,7 +264,7 @@ def _excess_over_random(matrix: Tensor) -> float | None:
     scale = float(matrix.square().mean().sqrt())
     if min(matrix.shape) < 4 or not scale:
         return None
-    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix) / scale
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(matrix) / scale
     for _ in range(POWER_ITERATIONS):
         vector = matrix.T @ (matrix @ (vector / vector.norm())) / scale**2
     rows, columns = (math.sqrt(side) for side in matrix.shape)

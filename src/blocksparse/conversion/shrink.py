@@ -206,9 +206,11 @@ def _attentions(groups: list[FeatureGroup]) -> dict[FeatureGroup, FeatureGroup]:
 
 def _removable(group: FeatureGroup) -> Tensor:
     """Return which units no layer needs, bool `[units]`."""
-    unneeded = torch.ones(group.size, dtype=torch.bool)
+    unneeded = torch.ones(group.size, dtype=torch.bool, device="cpu")
     for port in group.consumers:
-        constants = port.constants if port.constants is not None else torch.full(port.positions.shape, torch.nan)
+        constants = (
+            port.constants if port.constants is not None else torch.full(port.positions.shape, torch.nan, device="cpu")
+        )
         is_known = ~constants.isnan() & (adds_constants(port.module) | (constants == 0))
         unneeded &= _is_zero(port) | is_known.all(1)
     return unneeded
@@ -227,7 +229,7 @@ def _add_constants(port: Port, removed: Tensor) -> None:
         return
     module: Any = port.module
     weight, axis = port.tensors[0]
-    constants = torch.zeros(weight.shape[axis], dtype=torch.float64)
+    constants = torch.zeros(weight.shape[axis], dtype=torch.float64, device="cpu")
     constants[torch.from_numpy(port.positions[removed.numpy()])] = port.constants[removed].nan_to_num(0)
     added = weight.detach().double().movedim(axis, 1).unsqueeze(2).flatten(2).sum(2) @ constants.to(weight.device)
     if not added.any():

@@ -175,10 +175,12 @@ def _entries(
         if not (layer in ranges and last in INDICES):
             add(name, tensor, name)
     for name, module in state.layers.items():
-        tensors[f"{prefix}{name}/grid"] = torch.tensor([*_grid(module), *module.layout.block_shape])
+        tensors[f"{prefix}{name}/grid"] = torch.tensor([*_grid(module), *module.layout.block_shape], device="cpu")
         if module.part is not None:
             for axis, index in zip(("rows", "cols"), module.part.global_indices(module.layout), strict=True):
-                chunks[f"{prefix}{name}/{axis}"] = LocalChunk.from_rows(torch.tensor(index).long(), *ranges[name])
+                chunks[f"{prefix}{name}/{axis}"] = LocalChunk.from_rows(
+                    torch.tensor(index, device="cpu").long(), *ranges[name]
+                )
     for name, parameter in state.trained_parameters().items():
         optimizer_state = state.optimizer.state.get(parameter, {})
         for key, value in optimizer_state.items():
@@ -361,7 +363,7 @@ class _Loading:
             weight, layout = handle_of(module), self.layouts[name]
             if weight.layout != layout:
                 values = self.loaded[f"{name}.values".removeprefix(".")]
-                weight.set_layout(layout, torch.full((layout.nnz,), -1), new=local_of(values))
+                weight.set_layout(layout, torch.full((layout.nnz,), -1, device="cpu"), new=local_of(values))
         self.state.root.load_state_dict({own: self.loaded[name] for own, name in self.state.names.items()})
         names = {id(parameter): name for name, parameter in self.state.trained_parameters().items()}
         for group in self.state.optimizer.param_groups if names else ():

@@ -94,12 +94,16 @@ class ShardedWeight(WeightHandle):
         if part is None:
             return used
         size = self.module.layout.block_shape[part.axis]
-        of_part = torch.ones(part.lines.size * size, dtype=torch.bool) if used is None else used[part.axis]
+        of_part = (
+            torch.ones(part.lines.size * size, dtype=torch.bool, device="cpu") if used is None else used[part.axis]
+        )
         marks = torch.zeros(part.grid[part.axis], size, dtype=torch.int32, device=self.local.device)
         marks[torch.from_numpy(part.lines)] = of_part.view(-1, size).to(marks)
         dist.all_reduce(marks, group=part.group)
         other = 1 - part.axis
-        same = torch.ones(self.module.layout.shape[other], dtype=torch.bool) if used is None else used[other]
+        same = (
+            torch.ones(self.module.layout.shape[other], dtype=torch.bool, device="cpu") if used is None else used[other]
+        )
         both = [marks.flatten().bool().cpu(), same]
         out, in_ = both if part.axis == 0 else both[::-1]
         return None if out.all() and in_.all() else (out, in_)

@@ -144,7 +144,7 @@ class _PieceExchange:
 
     def _exchange_piece(self, name: str, chunk: LocalChunk, begin: int, shape: torch.Size) -> Tensor:
         """Return the whole piece on rank 0, from its own rows and those of other ranks, which return what they send."""
-        rows, mine, failure = np.arange(0), torch.empty(0), ""
+        rows, mine, failure = np.arange(0), torch.empty(0, device="cpu"), ""
         if self.senders[name] == [MASTER]:  # no messages: the next `agree` reports a failure of rank 0
             return chunk.between(begin, begin + shape[0])[1] if self.rank == MASTER else mine
         if self.rank in self.senders[name]:
@@ -161,7 +161,7 @@ class _PieceExchange:
             return mine
         if mine.shape == shape:
             return mine
-        piece = torch.empty(shape, dtype=chunk.local.dtype)
+        piece = torch.empty(shape, dtype=chunk.local.dtype, device="cpu")
         if len(rows):
             _put(piece, rows, chunk.ranges, mine)
         for rank, count in enumerate(counts):

@@ -223,7 +223,7 @@ class RowLoadPlanner(DefaultLoadPlanner):
         if name not in self.requests:
             return super().resolve_tensor(read_item)
         stored: Any = self.stored.state_dict_metadata[name]
-        return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
+        return torch.empty(read_item.lengths, dtype=stored.properties.dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         request = self.requests.get(read_item.dest_index.fqn)
@@ -256,6 +256,6 @@ class StoredCheckpoint:
     def read_tensor(self, name: str) -> Tensor:
         """Return a whole tensor."""
         stored = self.tensors[name]
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
         self.read({name: tensor})
         return tensor

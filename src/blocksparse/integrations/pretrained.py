@@ -177,7 +177,7 @@ def _placeholder_weight(module: nn.Module) -> Tensor:
     number of its rows.
     """
     bias = getattr(module, "bias", None)
-    weight: Any = torch.empty(len(bias) if isinstance(bias, Tensor) else 0, 0)
+    weight: Any = torch.empty(len(bias) if isinstance(bias, Tensor) else 0, 0, device="cpu")
     weight._is_hf_initialized = True
     return weight
 

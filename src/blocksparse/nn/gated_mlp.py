@@ -148,7 +148,9 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 # Inputs that distinguish activations: near 0, and far from 0, where some saturate.
-POINTS = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-1e4, -100, -20, 20, 100, 1e4])]).double()
+POINTS = torch.cat(
+    [torch.linspace(-6, 6, 97, device="cpu"), torch.tensor([-1e4, -100, -20, 20, 100, 1e4], device="cpu")]
+).double()
 
 
 def _is_activation(act: Any, own: Callable[[Tensor], Tensor]) -> bool:

@@ -255,14 +255,16 @@ class _Search:
         Features with the largest difference between their best and second-best cell are first.
         """
         cells, room = torch.empty_like(self.cell_of_place), self.capacity.clone()
-        gain, left = gain.clone(), torch.arange(len(cells))
+        gain, left = gain.clone(), torch.arange(len(cells), device="cpu")
         while left.numel():
             best, second = gain[left].topk(2, 1).values.unbind(1)
             order = (best - second).argsort(descending=True)
             wanted = gain[left].argmax(1)[order]
             by_cell = wanted.argsort(stable=True)
             rank = torch.empty_like(by_cell)
-            rank[by_cell] = torch.arange(len(by_cell)) - torch.searchsorted(wanted[by_cell], wanted[by_cell])
+            rank[by_cell] = torch.arange(len(by_cell), device="cpu") - torch.searchsorted(
+                wanted[by_cell], wanted[by_cell]
+            )
             fits = rank < room[wanted]
             cells[left[order[fits]]] = wanted[fits]
             room -= torch.bincount(wanted[fits], minlength=len(room))
@@ -276,7 +278,7 @@ def _exchange(gain: Tensor, cells: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     cells = cells.clone()
     for _ in range(PAIRINGS):
-        a, b = torch.randperm(len(cells), generator=generator)[: len(cells) // 2 * 2].view(2, -1)
+        a, b = torch.randperm(len(cells), generator=generator, device="cpu")[: len(cells) // 2 * 2].view(2, -1)
         better = gain[a, cells[b]] + gain[b, cells[a]] > gain[a, cells[a]] + gain[b, cells[b]]
         a, b = a[better], b[better]
         cells[a], cells[b] = cells[b], cells[a]

@@ -67,7 +67,7 @@ class TrainingMethod:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to save, in addition to the states of the model and the optimizer."""
-        return {"calls": torch.tensor(self.calls), "method": _as_tensor(type(self).__name__)}
+        return {"calls": torch.tensor(self.calls, device="cpu"), "method": _as_tensor(type(self).__name__)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Resume from a state. Load the states of the model and the optimizer as usual.

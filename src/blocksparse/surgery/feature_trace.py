@@ -240,7 +240,7 @@ class FeatureTrace(TorchFunctionMode):
         self.unite(ids.ravel(), axis.ids)
         if self.in_training and axis.constants is not None:
             return
-        constants = torch.full((ids.size,), torch.nan) if constants is None else constants.flatten()
+        constants = torch.full((ids.size,), torch.nan, device="cpu") if constants is None else constants.flatten()
         known = constants if axis.constants is None else axis.constants
         axis.constants = known.double().masked_fill(known != constants, torch.nan)
 

@@ -38,7 +38,7 @@ def _outputs(trace: FeatureTrace, axis: WeightAxis, dim: int, rank: int) -> Feat
     if not trace.for_removal or not axis.tensors:
         return Features.along(axis.ids, None, dim, rank)
     (weight, lines), *bias = axis.tensors
-    added = bias[0][0].detach().double() if bias else torch.zeros(len(axis.ids), dtype=torch.float64)
+    added = bias[0][0].detach().double() if bias else torch.zeros(len(axis.ids), dtype=torch.float64, device="cpu")
     written = (weight.detach() != 0).movedim(lines, 0).flatten(1).any(1).cpu()
     return Features.along(axis.ids, added.cpu().masked_fill(written, torch.nan), dim, rank)
 
@@ -116,7 +116,7 @@ def _batch_norm(trace: FeatureTrace, input: Tensor, mean: Tensor | None, *_: Any
         return result
 
     def of(tensor: Tensor | None, otherwise: float) -> Tensor:
-        values = torch.full((module.num_features,), otherwise) if tensor is None else tensor.detach()
+        values = torch.full((module.num_features,), otherwise, device="cpu") if tensor is None else tensor.detach()
         return values.double().cpu().view(constants.shape)
 
     gain, shift = of(module.weight, 1.0), of(module.bias, 0.0)

@@ -47,14 +47,14 @@ class Move:
 
     def _call(self, is_removed: Callable[[np.ndarray], np.ndarray] | None) -> tuple[list[Tensor], Tensor]:
         """Call the function on numbers of lines, without the removed ones; return the results and these lines."""
-        first, removed = 0, [torch.zeros(0, dtype=torch.float64)]
+        first, removed = 0, [torch.zeros(0, dtype=torch.float64, device="cpu")]
 
         def lines_of(tensor: Tensor) -> Tensor:
             nonlocal first
             ids = self.ids.get(id(tensor))
             if ids is None:
                 return tensor.new_full(tensor.shape, -1) if tensor.is_floating_point() else tensor
-            lines = torch.arange(first, first + ids.size, dtype=torch.float64).view(ids.shape)
+            lines = torch.arange(first, first + ids.size, dtype=torch.float64, device="cpu").view(ids.shape)
             first += ids.size
             if is_removed is not None:
                 missing = torch.from_numpy(is_removed(ids))

@@ -183,10 +183,10 @@ class WeightHandle(ABC):
     def _measure_survivors(self, local: Tensor, survivors: Tensor) -> Measures:
         """Measure a state over the blocks that stay; see `_measure`."""
         if self.is_whole:
-            stays = survivors if survivors.numel() else torch.arange(self.layout.nnz)
+            stays = survivors if survivors.numel() else torch.arange(self.layout.nnz, device="cpu")
             positions = stays
         else:
-            mask = torch.zeros(self.layout.nnz, dtype=torch.bool)
+            mask = torch.zeros(self.layout.nnz, dtype=torch.bool, device="cpu")
             mask[survivors if survivors.numel() else slice(None)] = True
             positions = torch.from_numpy(self.local_positions)
             stays = mask[positions].nonzero().squeeze(1)

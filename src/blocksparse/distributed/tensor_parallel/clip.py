@@ -61,7 +61,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             key = tuple(groups)
             sums[key] = sums[key] + square if key in sums else square
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     total: Any = 0
     for sharded_over, square in sums.items():
         for group in sharded_over:

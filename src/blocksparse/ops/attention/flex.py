@@ -92,7 +92,7 @@ def block_mask(
     sizes = (row, queries, height), (0, keys, width)
     some = torch.stack([_tiles(mask, sizes, tile, any_=True) for mask in masks])
     whole = torch.stack([_tiles(mask, sizes, tile, any_=False) for mask in masks])
-    query, col = (torch.arange(n) * tile for n in some.shape[1:])
+    query, col = (torch.arange(n, device="cpu") * tile for n in some.shape[1:])
     first, last = (query + keys - queries)[:, None], (query + tile - 1 + keys - queries)[:, None]
     if right is not None:
         some &= col <= last + right
@@ -126,7 +126,7 @@ def _tiles(mask: Tensor, sizes: tuple[tuple[int, int, int], ...], tile: int, any
     The sizes of each axis are its tokens before the first one of the call, the tokens of the call, and the block.
     """
     for axis, (before, tokens, size) in enumerate(sizes):
-        starts = torch.arange(0, tokens, tile)
+        starts = torch.arange(0, tokens, tile, device="cpu")
         first, last = (starts + before) // size, ((starts + tile).clamp(max=tokens) - 1 + before) // size
         parts = [mask.narrow(axis, int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True)]
         mask = torch.stack([part.any(axis) if any_ else part.all(axis) for part in parts], axis)

@@ -111,4 +111,4 @@ def _empty(images: int, size: Sequence[int], channels: int, dtype: torch.dtype) 
     area = height * width
     storage = workspace.empty((images * channels * area,), dtype, torch.device("cpu")).untyped_storage()
     shape, strides = (images, height, width, channels), (channels * area, width, 1, area)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)

@@ -252,7 +252,7 @@ def pack_inputs(module: Any, args: tuple[Any, ...]) -> tuple[PackedSequence, Sta
     elif module.batch_first:
         x = x.transpose(0, 1)
     steps, batch = x.shape[:2]
-    return PackedSequence(x.detach().flatten(0, 1), torch.full((steps,), batch)), state
+    return PackedSequence(x.detach().flatten(0, 1), torch.full((steps,), batch, device="cpu")), state
 
 
 def level_layer(module: Any, level: int) -> Any:

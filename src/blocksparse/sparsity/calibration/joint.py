@@ -179,7 +179,7 @@ def _train(
     optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
     for _ in range(steps):
-        record = records[int(torch.randint(len(records), (), generator=generator))]
+        record = records[int(torch.randint(len(records), (), generator=generator, device="cpu"))]
         optimizer.zero_grad()
         _loss(block, record, is_model).backward()
         optimizer.step()

@@ -75,7 +75,7 @@ class Sampled(Generic[T]):
             return
         first, count = sum(self.counts), product.rows(args)
         self.counts.append(count)
-        low, high = torch.searchsorted(self.at, torch.tensor([first, first + count])).tolist()
+        low, high = torch.searchsorted(self.at, torch.tensor([first, first + count], device="cpu")).tolist()
         if high == low:
             return
         rows = product.inputs(args, (self.at[low:high] - first).to(product.weights[0].tensor.device))
@@ -245,7 +245,7 @@ class Passes:
             BlockSparseError: inputs that are not finite, or whose squares overflow.
         """
         sampled = self.collect(model, {name: [product]}, lambda _, rows: rows)[product.name]
-        return torch.cat(sampled.parts) if sampled.parts else torch.empty(0), sampled.counts
+        return torch.cat(sampled.parts) if sampled.parts else torch.empty(0, device="cpu"), sampled.counts
 
     def collect(
         self, model: nn.Module, products: Mapping[str, list[Product]], keep: Callable[[Product, Tensor], T]
@@ -340,7 +340,7 @@ class Passes:
         """Return the positions of the rows to use, int64, rising, the same in each call."""
         limit = Passes._limit(product)
         if rows <= limit:
-            return torch.arange(rows)
+            return torch.arange(rows, device="cpu")
         # Unlike torch.randperm, this takes little time and memory for a billion rows.
         drawn = np.random.default_rng(0).choice(rows, limit, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(drawn))

@@ -118,7 +118,7 @@ def _train(
     for _ in range(steps):
         if stop():
             break
-        batch = batches[int(torch.randint(len(batches), (), generator=generator))]
+        batch = batches[int(torch.randint(len(batches), (), generator=generator, device="cpu"))]
         x, state, target = _sample(batch, generator)
         optimizer.zero_grad()
         (layer(x, level_states(layer, level, state))[0].data - target).square().mean().backward()
@@ -144,11 +144,11 @@ def _sample(batch: Sequences, generator: torch.Generator) -> Sequences:
     count = int(sizes[0])
     if count <= SEQUENCES:
         return batch
-    chosen = torch.randperm(count, generator=generator)[:SEQUENCES].sort().values
+    chosen = torch.randperm(count, generator=generator, device="cpu")[:SEQUENCES].sort().values
     begins = (sizes.cumsum(0) - sizes).tolist()
     parts = [begin + chosen[chosen < size] for begin, size in zip(begins, sizes.tolist(), strict=True)]
     rows = torch.cat(parts).to(target.device)
-    some_sizes = torch.tensor([len(part) for part in parts if len(part)])
+    some_sizes = torch.tensor([len(part) for part in parts if len(part)], device="cpu")
     some_state = state if state is None else tuple(each[:, chosen.to(each.device)] for each in state)
     return PackedSequence(x.data[rows], some_sizes), some_state, target[rows]
 

@@ -84,7 +84,7 @@ def nm_efficacy(weight: Tensor, order: Tensor | None = None, n: int = 2, m: int 
     rows = _columns(weight, n, m).T.double()
     count = rows.shape[1]
     order = nm_permutation(weight, n, m) if order is None else order
-    columns = torch.as_tensor(order).to(rows.device)
+    columns = torch.as_tensor(order, device="cpu").to(rows.device)
     if columns.shape != (count,) or not torch.equal(columns.sort().values, torch.arange(count, device=rows.device)):
         raise BlockSparseError.expected("order", f"a permutation of {count} columns", list(columns.shape))
     default = _kept_magnitude(rows, n, m)

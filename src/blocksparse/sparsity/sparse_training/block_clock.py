@@ -222,7 +222,7 @@ def _bias_correction(beta: float, age: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 1 - beta^age."""
     if age.device.type != "cpu" or (oldest := int(age.max())) >= age.numel():
         return (1 - beta**age).to(dtype)
-    ages = torch.arange(oldest + 1, dtype=age.dtype)  # fewer powers than one for each block
+    ages = torch.arange(oldest + 1, dtype=age.dtype, device="cpu")  # fewer powers than one for each block
     return (1 - beta**ages).to(dtype)[age.long()]
 
 

@@ -173,7 +173,7 @@ class DynamicSparsity(TrainingMethod):
         return partial(hash_positions, seed=int(words[0]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return super().state_dict() | {"seed": torch.tensor(self.seed)}
+        return super().state_dict() | {"seed": torch.tensor(self.seed, device="cpu")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
