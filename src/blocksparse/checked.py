@@ -194,7 +194,10 @@ def check_optimizer_state(
         remedy: a hint at the end of the error.
     """
     for key, value in state.items():
-        if averaged_axis(key, value, parameter.shape) is not None or is_block_age(key, value, parameter.shape):
+        if averaged_axis(key, value, parameter.shape) is not None:
+            continue
+        if key == BLOCK_AGE:
+            check_block_age(value, parameter.shape)
             continue
         size = value.numel() if isinstance(value, torch.Tensor) else 1
         if isinstance(value, list | tuple | deque):
@@ -214,6 +217,16 @@ BLOCK_AGE = "block_age"  # the state in which `BlockClock` counts the steps of e
 def is_block_age(name: str, value: Any, shape: torch.Size) -> bool:
     """Return whether a state of a parameter of this shape has the ages of its blocks, `[nnz, 2]`."""
     return name == BLOCK_AGE and isinstance(value, torch.Tensor) and list(value.shape) == [shape[0], 2]
+
+
+def check_block_age(value: Any, shape: torch.Size) -> None:
+    """Raise a BlockSparseError unless the state `block_age` of a parameter of this shape has the shape of ages."""
+    if not is_block_age(BLOCK_AGE, value, shape):
+        raise BlockSparseError.expected(
+            f"{BLOCK_AGE} in the optimizer's state",
+            f"ages of all blocks, {[shape[0], 2]} (load the state that was saved with these layouts)",
+            shape_of(value),
+        )
 
 
 def averaged_axis(name: str, value: Any, shape: torch.Size) -> int | None:

@@ -294,3 +294,36 @@ def test_bias_corrections_of_many_blocks_are_those_of_each():
     for count in (1, 10, 200):
         found = block_clock._bias_correction(0.999, ages[:count], torch.float32)
         torch.testing.assert_close(found, (1 - 0.999 ** ages[:count]).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda ages: -ages.float() - 1, "two digits from 0 to 255"),
+        (lambda ages: ages.float() * torch.nan, "two digits from 0 to 255"),
+        (lambda ages: ages.flatten(), r"ages of all blocks, \[\d+, 2\]"),
+        (lambda ages: ages[:-1], "load the state that was saved with these layouts"),
+        (lambda ages: torch.cat([ages, ages], 1), "ages of all blocks"),
+        (lambda ages: "old", "got str"),
+    ],
+    ids=["negative", "nan", "flat", "fewer", "wide", "text"],
+)
+def test_damaged_ages_are_refused_before_a_step(damage, message):
+    layer, clock, _ = grown(ADAMS["AdamW-0.9-0.999"], 10)
+    state = clock.optimizer.state[layer.values]
+    state["block_age"] = damage(state["block_age"])
+    before = layer.values.detach().clone()
+    draw_gradient(layer)
+    with pytest.raises(bs.BlockSparseError, match=f"block_age in the optimizer's state: .*{message}"):
+        clock.step()
+    assert torch.equal(layer.values, before)
+
+
+@pytest.mark.parametrize("setting", [{"betas": (0.9, 0.99999)}, {"capturable": True}], ids=["betas", "capturable"])
+def test_groups_that_are_added_later_are_checked_too(setting):
+    layer = bs.nn.Linear(16, 16, density=0.5, block_size=8)
+    clock = BlockClock(torch.optim.AdamW([layer.bias]))
+    clock.add_param_group({"params": [layer.values], **setting})
+    layer(torch.randn(2, 16)).sum().backward()
+    with pytest.raises(bs.BlockSparseError, match=next(iter(setting))):
+        clock.step()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checked import BLOCK_AGE, integer
+from ...checked import BLOCK_AGE, check_block_age, integer
 from ...errors import BlockSparseError, warn_user
 from ...surgery.optimizer import clocked, has_block_clock, is_optimizer, unwrapped
 from ...surgery.rows import put_rows, take_rows
@@ -125,11 +125,13 @@ class BlockClock:
             )
         self._before = {}
         for group in optimizer.param_groups:
+            _check_group(optimizer, group, self._updates is not None)
             limit = max(self.warmup, settling_time(group))
             for parameter in group["params"]:
                 ages = optimizer.state.get(parameter, {}).get(BLOCK_AGE)
                 if ages is None:
                     continue
+                check_block_age(ages, parameter.shape)
                 young = self._young_blocks(parameter, local_of(ages), min(limit, MAX_AGE))
                 if young.numel():
                     self._before[parameter] = young, take_rows(local_of(parameter.detach()), young)
@@ -141,6 +143,9 @@ class BlockClock:
         """
         known = self._young.get(parameter)
         if known is None or not known.steps or known.limit != limit or known.ages is not ages or known.is_changed():
+            if not bool(((ages >= 0) & (ages <= 255)).all()):
+                expected = "two digits from 0 to 255 for each block"
+                raise BlockSparseError.expected(f"{BLOCK_AGE} in the optimizer's state", expected, "other numbers")
             age = _read(ages)
             blocks = (age < limit).nonzero().squeeze(1)
             steps = limit - int(age[blocks].max()) if blocks.numel() else 1
@@ -270,17 +275,23 @@ def _update_of(optimizer: Any) -> Update | None:
             "of them, or train without a clock, SMET with warmup=None (new blocks then start at the mean second moment "
             "of the others)"
         )
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        raise BlockSparseError(
-            f"optimizer: {kind.__name__} has capturable=True, but a CUDA graph runs no hooks: use capturable=False"
-        )
     update = UPDATES.get(kind)
-    betas = [float(beta) for group in optimizer.param_groups for beta in group.get("betas", ())]
-    if update is not None and max(betas) > MAX_BETA:
-        raise BlockSparseError.expected(
-            "betas", f"{MAX_BETA} or less, since a BlockClock counts {MAX_AGE:,} steps", max(betas)
-        )
+    for group in optimizer.param_groups:
+        _check_group(optimizer, group, update is not None)
     return update
+
+
+def _check_group(optimizer: Any, group: Group, corrects_bias: bool) -> None:
+    """Raise a BlockSparseError for settings of a group that a clock cannot serve."""
+    if group.get("capturable"):
+        kind = type(optimizer).__name__
+        raise BlockSparseError(
+            f"optimizer: {kind} has capturable=True, but a CUDA graph runs no hooks: use capturable=False"
+        )
+    largest = max((float(beta) for beta in group.get("betas", ())), default=0.0)
+    if corrects_bias and largest > MAX_BETA:
+        expected = f"{MAX_BETA} or less, since a BlockClock counts {MAX_AGE:,} steps"
+        raise BlockSparseError.expected("betas", expected, largest)
 
 
 def _read(ages: Tensor) -> Tensor:
