@@ -141,6 +141,13 @@ def test_the_error_of_a_refused_dtype_has_a_reason_and_a_remedy():
         assert (call(torch.int32) == 4).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn])
+def test_the_reference_is_not_recommended_for_what_it_cannot_do(dtype):
+    with pytest.raises(bs.BlockSparseError) as caught:
+        call(dtype)
+    assert "reference" not in str(caught.value)
+
+
 def test_a_forced_backend_refuses_other_devices():
     with bs.use_backend("cpu"), pytest.raises(bs.BlockSparseError, match="it serves tensors on the CPU, not on cuda"):
         chosen(torch.device("cuda", 0))

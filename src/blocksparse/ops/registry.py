@@ -137,13 +137,12 @@ class Op:
             reason = f"the {name} backend refuses: {reason}"
         if self._fallback is not None:
             return self._fallback
-        raise BlockSparseError.expected(
-            self.name,
-            "a dtype and a device that its backend serves",
-            f"{dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
-            f'`with blocksparse.use_backend("reference"): ...`',
-            Page.BACKENDS,
-        )
+        got = f"{dtype} on {device}: {reason}"
+        if dtype != torch.bool and not (dtype.is_floating_point and dtype.itemsize == 1):  # PyTorch cannot either
+            got += (
+                '. The plain PyTorch definition runs anywhere, slowly: `with blocksparse.use_backend("reference"): ...`'
+            )
+        raise BlockSparseError.expected(self.name, "a dtype and a device that its backend serves", got, Page.BACKENDS)
 
 
 # -- the way of a call -------------------------------------------------------------------------------------------
