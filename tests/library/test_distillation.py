@@ -1,5 +1,6 @@
 """`bs.sparsity.Distillation`: each loss and agreement, and how outputs are recognized."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,16 @@ def test_outputs_are_recognized():
     assert distillation.output_kind("output", x.log_softmax(1)) == "kl"
     assert distillation.output_kind("output", x.sigmoid()) == "binary"
     assert distillation.output_kind("output", F.normalize(x)) == "cosine"
+
+
+def test_the_fields_of_a_dataclass_are_outputs():
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        count: int = 1
+
+    x = torch.randn(6, 5)
+    assert distillation.output_tensors(Output(x)) == {"logits": x}
 
 
 def test_logits_without_a_softmax_are_compared_by_their_squares():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -181,6 +181,8 @@ def output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
     elif isinstance(output, tuple | list):
         names = getattr(output, "_fields", range(len(output)))
         parts = zip(names, output, strict=True)
+    elif is_dataclass(output):
+        parts = ((field.name, getattr(output, field.name)) for field in fields(output))
     else:
         return {}
     tensors: dict[str, Tensor] = {}
