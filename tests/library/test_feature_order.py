@@ -135,6 +135,8 @@ def test_bad_input():
         bs.sparsity.permute_features(model, x, 2)
     with pytest.raises(bs.BlockSparseError, match="on which 0 fails"):
         bs.sparsity.permute_features(model, torch.randn(4, 63))
+    with pytest.raises(bs.BlockSparseError, match="finite outputs for the example, got inf or nan"):
+        bs.sparsity.permute_features(model, x * torch.nan)
     model = Escapes()
     with torch.no_grad():
         scatter_blocks(model.first.weight, 16, 0.25)

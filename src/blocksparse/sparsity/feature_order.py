@@ -82,6 +82,8 @@ def permute_features(
     permuted = copy_model(model)
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))
     before = _outputs(permuted, example, args, kwargs)
+    if not all(bool(each.isfinite().all()) for each in before):
+        raise BlockSparseError.expected("model", "finite outputs for the example", "inf or nan among them")
     weights = {id(weight.tensor): weight for weight in prunable(permuted, block_size, skip)}
     for group in progress(_find_groups(permuted, args, kwargs, weights), "features ordered:"):
         order = _best_order(group, weights, density)
