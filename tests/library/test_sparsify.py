@@ -343,7 +343,8 @@ def test_a_transformer_computes_what_the_masked_one_does():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=60, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     model, inputs = transformers.GPT2LMHeadModel(config).double().eval(), {"input_ids": torch.randint(60, (2, 9))}
-    sparse = bs.sparsify(model, 0.4, (8, 16), force=True)
+    with pytest.warns(bs.SparsityWarning, match=r"lm_head\.weight: tied to transformer\.wte\.weight"):
+        sparse = bs.sparsify(model, 0.4, (8, 16), force=True)
     layouts = layouts_of(sparse)
     assert len(layouts) == 2 * 4
     expected = masked(model, layouts)(**inputs).logits
@@ -353,7 +354,9 @@ def test_a_transformer_computes_what_the_masked_one_does():
     close(again(**inputs).logits, expected)
     sparse.train()(**inputs).logits.square().mean().backward()
     assert all(parameter.grad is not None for name, parameter in sparse.named_parameters() if "values" in name)
-    assert bs.report(sparse).dense["lm_head.weight"].startswith("tied to transformer.wte.weight: to prune it, untie it")
+    made = bs.report(sparse)
+    assert made.dense["lm_head.weight"].startswith("tied to transformer.wte.weight: to prune it, untie it")
+    assert made.totals["parameters"] == sum(parameter.numel() for parameter in sparse.parameters())
 
 
 # -- what they survive -------------------------------------------------------------------------------------------

@@ -174,6 +174,12 @@ def test_a_refused_model_is_not_changed(case):
     assert_refused(message, function, make(), **options)
 
 
+def test_a_model_that_was_not_initialized_has_no_report():
+    model = nn.Sequential(bs.nn.Linear(64, 64, density=0.5), nn.LazyLinear(8))
+    with pytest.raises(bs.BlockSparseError, match=r"call the model once first.*got 1\.weight without"):
+        bs.report(model)
+
+
 @pytest.mark.parametrize("function", [bs.sparsify, bs.densify, bs.report])
 def test_a_model_must_be_a_module(function):
     with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got int"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import textwrap
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
@@ -34,7 +35,8 @@ class Row:
         shape: `(out, in, *kernel)`, without padding.
         block: (rows, columns); None if it is dense.
         density, nnz: of its layout; 1 and None if it is dense.
-        parameters, dense_parameters: stored parameters, with padding, and parameters of the dense weight.
+        parameters, dense_parameters: stored parameters, with padding, and parameters of the dense weight; of a tied
+            weight only in its first row.
         bytes, dense_bytes: their memory, with the indices of blocks.
         flops, dense_flops: two per stored parameter, for one token or one output position; 0 for embeddings.
         speed_up: dense time / block-sparse time of a forward call of the module; None if it is dense or cannot run.
@@ -153,8 +155,8 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
         example: inputs of the model to time with instead, as for `sparsify`; the whole model is then timed too.
 
     Raises:
-        BlockSparseError: not a module, a model on the meta device or in 8 bits, an invalid number of tokens, or an
-            example that the model does not accept.
+        BlockSparseError: not a module, a model on the meta device, in 8 bits or not initialized, an invalid number of
+            tokens, or an example that the model does not accept.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(256, 256, density=0.25), torch.nn.Linear(256, 10))
@@ -166,7 +168,11 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     if isinstance(model, nn.Module) and any(isinstance(module, QuantizedModule) for module in model.modules()):
         raise BlockSparseError("model: layers in 8 bits have no report. Call bs.report before bs.quantize.")
     dense = {weight.name: (weight, reason) for weight, reason in survey(model)}
-    rows = []
+    if lazy := next((name for name, each in model.named_parameters() if is_lazy(each)), None):
+        raise BlockSparseError.expected(
+            "model", "parameters with values (call the model once first)", f"{lazy} without"
+        )
+    rows: list[Row] = []
     owners = dict(model.named_modules())
     # A weight of a module with several weights is a module of its own, but its owner is called.
     called = {
@@ -176,19 +182,24 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     }
     speed = Speed(model, tokens, example)
     speed.record(called.values())
+    counted: set[Tensor] = set()
+
+    def add(row: Row, tensor: Tensor) -> None:
+        is_tied = tensor in counted
+        counted.add(tensor)
+        rows.append(replace(row, parameters=0, dense_parameters=0, bytes=0, dense_bytes=0) if is_tied else row)
+
     for name, module in owners.items():
         if isinstance(module, BlockSparseModule):
-            rows.append(_sparse_row(name, module, called[module], speed))
+            add(_sparse_row(name, module, called[module], speed), module.values)
             continue
         for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             weight, reason = dense.get(f"{name}.{key}" if name else key, (None, None))
             if weight is not None:
                 note = getattr(module, REASONS, {}).get(key) or reason or ""
-                rows.append(_dense_row(weight.name, module, weight.matrix(), note))
+                add(_dense_row(weight.name, module, weight.matrix(), note), weight.tensor)
     parameters = list(model.parameters())
-    stored: set[Tensor] = {module.values for module in owners.values() if isinstance(module, BlockSparseModule)}
-    stored |= {weight.tensor for weight, _ in dense.values()}
-    other = [p for p in parameters if p not in stored]
+    other = [p for p in parameters if p not in counted]
     speed_up = None
     with suppress(BlockSparseError):  # a layer without a dense counterpart: its row has the reason
         speed_up = speed.of_sparse_model() if called else None

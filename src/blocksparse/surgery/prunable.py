@@ -260,7 +260,7 @@ def survey(
             tied = [other for other in owners[parameter] if other != weight.name]
             if reason is None and tied:
                 untied = f"model.{weight.name} = torch.nn.Parameter(model.{weight.name}.detach().clone())"
-                reason = f"tied to {', '.join(tied)}: to prune it, untie it first by {untied}"
+                reason = Unexpected(f"tied to {', '.join(tied)}: to prune it, untie it first by {untied}")
             found.append((weight, reason))
     return _without_referenced(model, found)
 
