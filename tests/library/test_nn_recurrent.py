@@ -321,6 +321,20 @@ def test_a_folded_multiplicative_lstm_has_its_weights_as_they_count(options):
     assert any("gain" in name for name in normed.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights:UserWarning")  # PyTorch's own
+@pytest.mark.parametrize("batch", [4, 300])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_graphs_of_densified_layers_need_no_ops_of_ours(kind, batch):
+    dense = bs.densify(bs.sparsify(kind(16, 64), 0.5, 8, force=True)).requires_grad_(False)
+    x = torch.randn(5, batch, 16)
+    for dynamic in (None, ({1: torch.export.Dim("batch")},)):
+        exported = torch.export.export(dense, (x,), dynamic_shapes=dynamic)
+        assert not any("blocksparse" in str(node.target) for node in exported.graph.nodes)
+        close(exported.module()(x)[0], dense(x)[0])
+    x = torch.randn(5, 7, 16)
+    close(exported.module()(x)[0], dense(x)[0])
+
+
 @pytest.mark.parametrize("cell", MODULES)
 def test_graphs_for_any_number_of_steps(cell):
     module = MODULES[cell](16, 24, density=0.5, block_size=8)

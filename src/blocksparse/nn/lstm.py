@@ -99,11 +99,13 @@ class LSTM(Recurrent):
         state = [h, c.to(h.dtype)]
         if isinstance(input, PackedSequence):
             y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, weights, *options)
-        else:
-            y, h, c = torch._VF.lstm(
-                rows.view(times.number, times.batch, self.input_size), state, weights, *options, False
-            )
-        return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
+            return restore(y, h, c if hx is None else c.to(hx[1].dtype))
+        # Not from `rows`: a graph with a view of them could not have any batch.
+        axis = 0 if self.batch_first else 1
+        batched = input if input.dim() == 3 else input.unsqueeze(axis)
+        y, h, c = torch._VF.lstm(batched, state, weights, *options, self.batch_first)
+        c = c if hx is None else c.to(hx[1].dtype)
+        return (y, (h, c)) if input.dim() == 3 else (y.squeeze(axis), (h.squeeze(1), c.squeeze(1)))
 
     def _uses_torch_kernels(self, x: Tensor, hx: State | None) -> bool:
         """Return whether PyTorch's kernels are faster, for dense weights: cuDNN on a GPU, oneDNN in inference."""

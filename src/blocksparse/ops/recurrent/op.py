@@ -295,8 +295,11 @@ def forward_step(product: WeightProduct, inputs: StepInputs, c: Tensor) -> Calla
 
 
 def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias, differentiable. The weight is block-sparse if there is a layout, else dense."""
-    if layout is None and not in_autocast(x):
+    """Return x W^T + bias, differentiable. The weight is block-sparse if there is a layout, else dense.
+
+    Graphs have PyTorch's product with a dense weight, for any number of tokens.
+    """
+    if layout is None and can_bypass_dispatcher(x, weight) and not in_autocast(x):
         layout = as_blocks(weight, len(x))
         weight = weight if layout is None else weight.view(layout.values_shape)
     return F.linear(x, weight, bias) if layout is None else linear(x, weight, layout, bias)
