@@ -229,7 +229,7 @@ def test_finish_early(method, settled):
         assert set(net.state_dict()) == names
         torch.testing.assert_close(net(x), before)
         if method in ("l0", "movement"):
-            message = r"step\(\) called after the gates of .* were taken off.*early=True"
+            message = r"step\(\) called after the gates of .* were removed, when .*early=True"
             with pytest.raises(bs.BlockSparseError, match=message):
                 search.step()
     assert search.finish(early=True) is net

@@ -71,6 +71,9 @@ NO_COUNTERPART: dict[type[nn.Module], str] = {
 }
 
 
+TIED = "tied to"  # how the reason of a tied weight begins
+
+
 class Unexpected(str):
     """A reason why a weight stays dense that may surprise its owner, so a warning reports it."""
 
@@ -260,8 +263,12 @@ def survey(
             tied = [other for other in owners[parameter] if other != weight.name]
             if reason is None and tied:
                 untied = f"model.{weight.name} = torch.nn.Parameter(model.{weight.name}.detach().clone())"
-                reason = Unexpected(f"tied to {', '.join(tied)}: to prune it, untie it first by {untied}")
+                reason = f"{TIED} {', '.join(tied)}: to prune it, untie it first by {untied}"
             found.append((weight, reason))
+    size = sum(weight.tensor.numel() for weight, reason in found if reason is None)
+    for i, (weight, reason) in enumerate(found):
+        if reason is not None and reason.startswith(TIED) and weight.tensor.numel() > size:
+            found[i] = weight, Unexpected(reason)  # most of the model
     return _without_referenced(model, found)
 
 
