@@ -189,6 +189,17 @@ def test_a_short_training_is_noticed(speeds):
         assert not layouts_of(bs.sparsify(model, 0.1))
 
 
+def test_padding_that_takes_the_share_of_others_is_named(speeds):
+    speeds(lambda layer: 2)
+    torch.manual_seed(0)
+    with pytest.warns(
+        bs.SparsityWarning,
+        match=r"the density is 0\.0\d+, not 0\.1\n  2\.weight: keeps all of its blocks, 65,536 parameters with padding "
+        r"and 20,480 without: use smaller blocks or skip=",
+    ):
+        bs.sparsify(mlp(1024, 2048, 10), 0.1)
+
+
 def test_blocks_of_convolutions_compete_per_parameter():
     model = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Conv2d(16, 16, 5, bias=False)])
     with torch.no_grad():

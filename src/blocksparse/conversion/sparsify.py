@@ -25,7 +25,7 @@ from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by
 from ..surgery.replace import replace_with_sparse
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
 from .sparser import dense_name, drop_blocks, stored_weights
-from .speed import Example, Speed, checked_tokens, keep_faster
+from .speed import KEEPS_ALL, Example, Speed, checked_tokens, keep_faster
 from .zeros import BLOCK_SIZES, BlockSizes, layouts_of_zeros
 
 # A warning reports densities that miss the target by more than this fraction of it.
@@ -431,6 +431,8 @@ def _warn_if_missed(plan: Plan) -> None:
     why = {name: reason for name, reason in plan.reasons.items() if name in selection.weights} | dict(plan.unexpected)
     denser = {name: selection.excess(name) for name, layout in plan.layouts.items() if layout.density > target}
     why |= {name: reason for name, reason in denser.items() if reason} | larger
+    if reached < target:
+        why |= {name: _with_padding(selection.weights[name], why[name]) for name in why if name in selection.weights}
     lines = format_reasons(why)
     if len(why) > MAX_NAMED:
         lines.append(f"and {len(why) - MAX_NAMED} more: see bs.report(model)")
@@ -440,6 +442,14 @@ def _warn_if_missed(plan: Plan) -> None:
         lines.append("to go lower, pass data= to calibrate, or force=True and fine-tune")
     lines.append(f"see {Page.SPARSIFY}")
     warn_user("\n  ".join([f"sparsify: {head}", *lines]))
+
+
+def _with_padding(weight: Prunable, reason: str) -> str:
+    """Return the reason why a weight is dense, and how much of the others' share its padding took, if it took any."""
+    size, padded = weight.tensor.numel(), weight.blocks.size * math.prod(weight.grid)
+    if padded == size or not reason.startswith(KEEPS_ALL):
+        return reason
+    return f"{reason}, {padded:,} parameters with padding and {size:,} without: use smaller blocks or skip="
 
 
 def _leave_padded_dense(plan: Plan) -> Plan:
