@@ -1,6 +1,7 @@
 """GRUs, plain recurrent layers and cells: as torch.nn's, dense and block-sparse, in all forms of their inputs."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -158,14 +159,30 @@ def test_random_layouts_and_those_of_each_gate(name):
     assert torch.equal(getattr(given, f"weight_hh{suffix}").layout.mask(), layout.mask().repeat(gates, 1))
 
 
-@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])
-def test_a_graph_for_any_number_of_sequences(kind):
-    module = kind(16, 24, density=0.5, block_size=8)
+OPTIONS = [{}, {"bias": False, "num_layers": 2}, {"bidirectional": True, "batch_first": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "layers", "directions"])
+@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN, partial(bs.nn.RNN, nonlinearity="relu")], ids=str)
+def test_a_graph_for_any_number_of_steps_and_sequences(kind, options):
+    torch.compiler.reset()
+    module = kind(16, 24, density=0.5, block_size=8, **options)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
-    for number in (3, 4, 7):
-        x = torch.randn(2, number, 16)  # a graph has each step
-        with torch._dynamo.config.patch(error_on_recompile=number == 7):
-            torch.testing.assert_close(compiled(x)[0], module(x)[0])
+    dims = {axis: torch.export.Dim(name, min=2, max=99) for axis, name in ((0, "first"), (1, "second"))}
+    exported = torch.export.export(module, (torch.randn(5, 6, 16),), dynamic_shapes=(dims,))
+    ops = [node for node in exported.graph.nodes if "blocksparse.scan" in str(node.target)]
+    assert len(ops) == module.num_layers * module.directions
+    for sizes in ((4, 3), (6, 5), (9, 7)):
+        x = torch.randn(*sizes, 16, requires_grad=True)
+        leaves = [x, *module.parameters()]
+        with torch._dynamo.config.patch(error_on_recompile=sizes == (9, 7)):
+            y, h = compiled(x)
+        wanted_y, wanted_h = module(x)
+        torch.testing.assert_close((y, h), (wanted_y, wanted_h))
+        torch.testing.assert_close(exported.module()(x)[0], wanted_y)
+        grads = torch.autograd.grad(y.square().sum() + h.cos().sum(), leaves)
+        wanted = torch.autograd.grad(wanted_y.square().sum() + wanted_h.cos().sum(), leaves)
+        torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])

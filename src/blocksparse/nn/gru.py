@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
-from ..ops.recurrent import Hidden, Steps, Times, gather_rows, hidden_states, linear_of, scan
+from ..ops.recurrent import HIDDEN, Steps, gather_rows, hidden_states, linear_of, scan
 from .padding import pad
 from .recurrent import Recurrent, SparseOptions, cast
 
@@ -40,10 +40,8 @@ class HiddenOnly(Recurrent):
         fused = hidden_states(steps, self._kind, of_inputs, index, h, weight, layout, biases[1])
         if fused is not None:
             return *fused, c
-        recurrence = Hidden(steps, self._kind, layout)
-        tensors = gather_rows(of_inputs, index), h, weight, biases[1]
-        # Graphs have no op for it.
-        return *(recurrence.definition(*tensors) if isinstance(steps, Times) else scan(recurrence, *tensors)), c
+        recurrence = HIDDEN[self._kind](steps, layout)
+        return *scan(recurrence, gather_rows(of_inputs, index), h, weight, biases[1]), c
 
 
 class GRU(HiddenOnly):

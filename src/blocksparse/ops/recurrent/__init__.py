@@ -1,7 +1,7 @@
 """Recurrences over whole sequences: one product per step, fused gates, and one product per weight's gradient."""
 
 from .graph import KINDS
-from .hidden import Hidden, hidden_states
+from .hidden import HIDDEN, hidden_states
 from .int8_lstm import Int8LSTM
 from .lstm import LSTM
 from .multiplicative_lstm import MultiplicativeLSTM
@@ -10,8 +10,8 @@ from .recurrence import Steps, Times
 from .small_world_lstm import SmallWorldLSTM
 
 __all__ = [
+    "HIDDEN",
     "LSTM",
-    "Hidden",
     "Int8LSTM",
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
@@ -24,3 +24,4 @@ __all__ = [
 ]
 
 KINDS |= {kind.__name__: kind for kind in (LSTM, Int8LSTM, MultiplicativeLSTM, SmallWorldLSTM)}
+KINDS |= {kind.__name__: kind for kind in HIDDEN.values()}

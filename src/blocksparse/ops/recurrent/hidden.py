@@ -19,19 +19,15 @@ from .recurrence import Recurrence, Steps, Tensors, Times
 class Hidden(Recurrence):
     """A recurrence without a state c: h = n + z (h - n), with r, z = sig(a + h W^T + b), n = tanh(a + r (h W^T + b)).
 
-    The plain kinds are h = tanh(a + h W^T + b) or relu of that.
+    That is a GRU. The plain kinds are h = tanh(a + h W^T + b), or relu of that.
 
-    Args:
-        kind: "gru", "tanh" or "relu".
-        layout: of W, `[3 hidden, hidden]` or `[hidden, hidden]`; None if it is dense.
-
-    The tensors are a, the products of the inputs `[rows, gates * hidden]`; h `[batch, hidden]`; W; b or None. The
-    outputs are y `[rows, hidden]` and the final h.
+    The layout is that of W, `[3 hidden, hidden]` or `[hidden, hidden]`; None if it is dense. The tensors are a, the
+    products of the inputs `[rows, gates * hidden]`; h `[batch, hidden]`; W; b or None. The outputs are y
+    `[rows, hidden]` and the final h.
     """
 
-    def __init__(self, steps: Steps | Times, kind: str, layout: BlockLayout | None) -> None:
-        super().__init__(steps, layout)
-        self.kind = kind
+    kind: str
+    states = (1,)
 
     def definition(self, pre: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         def step(of_input: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +94,21 @@ class Hidden(Recurrence):
         # In n, r multiplies the product of the state, and not that of the input.
         at_inputs = torch.cat([at_states[:, : -at_h.shape[1]], at_h * slope_n], 1)
         return at_inputs, at_states, dh.initial
+
+
+class GRU(Hidden):
+    kind = "gru"
+
+
+class TanhRNN(Hidden):
+    kind = "tanh"
+
+
+class ReluRNN(Hidden):
+    kind = "relu"
+
+
+HIDDEN: dict[str, type[Hidden]] = {each.kind: each for each in (GRU, TanhRNN, ReluRNN)}
 
 
 def next_state(kind: str, of_input: Tensor, of_state: Tensor, bias: Tensor | None, h: Tensor) -> Tensor:

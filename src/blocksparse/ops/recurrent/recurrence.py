@@ -30,8 +30,8 @@ class Recurrence:
         layouts: the layout of each weight, None for a dense one.
     """
 
-    states = 2, 3
-    """Positions of the initial h and c among the tensors. The outputs are h of all steps, and the final h and c."""
+    states: tuple[int, ...] = (2, 3)
+    """Positions of the initial h and c (if any) among the tensors. The outputs are h of all steps, and final states."""
 
     def __init__(self, steps: Any, *layouts: BlockLayout | None) -> None:
         self.steps, self.layouts = steps, layouts
