@@ -159,17 +159,19 @@ TRANSFORMED = {
     "linear": (lambda: bs.nn.Linear(32, 32, block_size=16, density=0.5), (5, 32)),
     "conv": (lambda: bs.nn.Conv2d(32, 32, 3, padding=1, block_size=16, density=0.5), (5, 32, 4, 4)),
     "gru": (lambda: bs.nn.GRU(16, 32, block_size=16, density=0.5), (4, 3, 16)),
+    "lstm": (lambda: bs.nn.LSTM(16, 32, block_size=16, density=0.5), (4, 3, 16)),
 }
+BATCHED = [("linear", False), ("linear", True), ("conv", True), ("gru", False), ("lstm", False)]
 
 
-@pytest.mark.parametrize(("name", "batched"), [("linear", False), ("linear", True), ("conv", True), ("gru", False)])
+@pytest.mark.parametrize(("name", "batched"), BATCHED)
 def test_transforms_within_a_compiled_graph(name, batched):
     make, shape = TRANSFORMED[name]
     layer, x = make(), torch.randn(shape)
 
     def loss(v):
         y = layer(v[None] if batched else v)
-        return (y[0] if name == "gru" else y).square().mean()
+        return (y[0] if isinstance(y, tuple) else y).square().mean()
 
     grad = torch.vmap(torch.func.grad(loss)) if batched else torch.func.grad(loss)
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast, check_rows_of_table
 from ..ops.recurrent import Steps, Times, cpu
-from ..ops.registry import can_bypass_dispatcher
+from ..ops.registry import can_bypass_dispatcher, in_transform
 from .layout_module import LayoutModule
 from .multi_weight import MultiWeightModule, Size
 from .padding import padded_shape, padded_to
@@ -191,8 +191,10 @@ class Recurrent(MultiWeightModule):
         data, index = (rows, None) if table is None else (table, rows.squeeze(1))
         hs, cs = self._initial_states(hx, times.batch, data, input)
         real, finals = self._output.real, []
-        # In a graph the number of steps can be dynamic. With dense weights the steps are unrolled, for the compiler.
-        in_graph = torch.compiler.is_compiling() and any(isinstance(weight, LayoutModule) for weight in self.children())
+        # In a graph the number of steps can be dynamic. The steps are unrolled for dense weights, which the compiler
+        # multiplies itself, and within transforms, for which the op has no rules.
+        is_sparse = any(isinstance(weight, LayoutModule) for weight in self.children())
+        in_graph = torch.compiler.is_compiling() and is_sparse and not in_transform()
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 data = self._dropout_between_layers(data)

@@ -199,6 +199,10 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+# torch.compile takes the answer as a constant: transforms within a graph are known when it is traced.
+in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def can_call_core(*tensors: Tensor | None) -> bool:
     """Return whether the compiled core may read these tensors, for functions that PyTorch's operations compute too."""
     forced = [*_forced.values()] if _forced else ["cpu"]
