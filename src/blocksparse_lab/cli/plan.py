@@ -45,7 +45,7 @@ def plan(
     per_node: Annotated[int | None, typer.Option(help="Devices per node; by default the machine's.")] = None,
     inside: Annotated[float | None, typer.Option(help="GB/s per device within a node, one direction.")] = None,
     between: Annotated[float | None, typer.Option(help="GB/s per device between nodes, one direction.")] = None,
-    measure: Annotated[int, typer.Option(help="Instead, measure this machine with this many processes.")] = 0,
+    measure: Annotated[int | None, typer.Option(help="Instead, measure this machine with this many processes.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""
@@ -53,7 +53,7 @@ def plan(
     from ..planner.plan import USABLE, Job, plans, recommend
 
     console = Console()
-    if measure:
+    if measure is not None:
         _measure(console, measure, json_file)
         return
     if dtype not in DTYPES:
