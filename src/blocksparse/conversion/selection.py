@@ -248,9 +248,13 @@ def _is_trained(weights: Iterable[Prunable]) -> bool:
 
     Return True too if no weight is large enough to tell.
     """
-    excesses = [_excess_over_random(weight.matrix().detach().flatten(1)) for weight in weights]
-    known = [excess for excess in excesses if excess is not None]
-    return not known or max(known) > TRAINED_DEVIATIONS
+    unknown = True
+    for weight in weights:
+        excess = _excess_over_random(weight.matrix().detach().flatten(1))
+        if excess is not None and excess > TRAINED_DEVIATIONS:
+            return True
+        unknown &= excess is None
+    return unknown
 
 
 def _excess_over_random(matrix: Tensor) -> float | None:
@@ -260,10 +264,11 @@ def _excess_over_random(matrix: Tensor) -> float | None:
 
     Source: Johnstone, On the distribution of the largest eigenvalue in principal components analysis (2001).
     """
-    matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
-    scale = float(matrix.square().mean().sqrt())
-    if min(matrix.shape) < 4 or not scale:
+    if min(matrix.shape) < 4 or not matrix.any():
         return None
+    matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
+    matrix = matrix / matrix.abs().max()
+    scale = float(matrix.square().mean().sqrt())
     vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(matrix) / scale
     for _ in range(POWER_ITERATIONS):
         vector = matrix.T @ (matrix @ (vector / vector.norm())) / scale**2
