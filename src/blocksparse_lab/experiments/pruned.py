@@ -208,6 +208,7 @@ def _language() -> PruningExperiment:
         },
         pruned=(0.1, 0.2, 0.3, 0.5),
         skip=skip,
+        controls=("fixed x3", "fixed x3, dense outlet"),
     )
 
 

@@ -24,6 +24,7 @@ from ..training.compare import Run
 from ..training.trainer import Settings, Task, Trainer
 from .equal_seconds import EqualSeconds
 from .experiment import (
+    PLAIN_NAMES,
     SEEDS,
     Column,
     DataDir,
@@ -236,7 +237,7 @@ class PruningExperiment(Experiment):
             Column(self.figure, quality, 3),
             *self.tested,
             *(
-                Column(f"against {name}, {self.unit}", quality, self.digits, name, self.compared)
+                Column(f"against {PLAIN_NAMES.get(name, name)}, {self.unit}", quality, self.digits, name, self.compared)
                 for name in (DENSE, *self.controls)
             ),
             EqualSeconds(
