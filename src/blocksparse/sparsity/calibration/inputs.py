@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...nn.conv import margins
-from ...surgery.prunable import CONVOLUTIONS, TRANSPOSED, Prunable
+from ...surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED, Prunable
 from .calibrate import as_rows
 
 
@@ -255,12 +255,17 @@ def pack_inputs(module: Any, args: tuple[Any, ...]) -> tuple[PackedSequence, Sta
     return PackedSequence(x.detach().flatten(0, 1), torch.full((steps,), batch, device="cpu")), state
 
 
-def level_layer(module: Any, level: int) -> Any:
-    """Return a layer of one level of a recurrent layer, with the same parameters."""
-    inputs = getattr(module, f"weight_ih_l{level}").shape[1]
+def level_layer(module: Any, level: int, *, to_train: bool = False) -> Any:
+    """Return a layer of one level of a recurrent layer, with the same parameters.
+
+    On a CPU, a layer to train is ours, with dense weights: GRUs and RNNs train in half the time of PyTorch's or less.
+    """
+    first = getattr(module, f"weight_ih_l{level}")
+    kind, inputs = type(module), first.shape[1]
+    kind = RECURRENT.get(kind, kind) if to_train and first.is_cpu else kind
     names = ["hidden_size", "bias", "bidirectional"]
     names += ["proj_size"] * (type(module) is nn.LSTM) + ["nonlinearity"] * (type(module) is nn.RNN)
-    layer = type(module)(inputs, **{name: getattr(module, name) for name in names}, device="meta")
+    layer = kind(inputs, **{name: getattr(module, name) for name in names}, device="meta")
     for key in [name for name, _ in layer.named_parameters()]:
         setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
     return layer
@@ -272,7 +277,7 @@ def level_states(layer: Any, level: int, state: States) -> Any:
         return None
     directions = 2 if layer.bidirectional else 1
     initial = tuple(each[level * directions : (level + 1) * directions] for each in state)
-    return initial if type(layer) is nn.LSTM else initial[0]
+    return initial if len(initial) > 1 else initial[0]  # h and c of an LSTM
 
 
 def run_level(module: Any, level: int, x: PackedSequence, state: States) -> PackedSequence:

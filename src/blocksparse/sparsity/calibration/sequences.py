@@ -53,7 +53,7 @@ def fit_states(
     if not batches or not masks or batches[0][0].data.dtype not in (torch.float32, torch.float64):
         return
     with torch.inference_mode(False), torch.enable_grad():
-        layer = level_layer(module, level)
+        layer = level_layer(module, level, to_train=True)
         suffix = f"_l{level}"
         trained: dict[str, nn.Parameter] = {}
         for key in [key for key, _ in layer.named_parameters()]:
