@@ -165,8 +165,26 @@ NAME = "bert.encoder.layer.0.output.dense.weight"
         (lambda c: c["weights"][NAME].update(block_size=[1 << 20, 1 << 20], blocks=1), "no more parameters than"),
         (lambda c: c["weights"][NAME].update(block_size=[10**8, 16], blocks=0), "no more parameters than"),
         (lambda c: c["weights"].update({"bert.embeddings.word_embeddings.weight": c["weights"][NAME]}), "Embedding"),
+        (
+            lambda c: c["weights"].pop(NAME),
+            "an entry for each of the .* block-sparse weights in the checkpoint",
+        ),
+        (lambda c: c.update(weights={}), "weights in the checkpoint, got 0 of them"),
     ],
-    ids=["version", "list", "names", "number", "block", "negative", "blocks", "memory", "padding", "embedding"],
+    ids=[
+        "version",
+        "list",
+        "names",
+        "number",
+        "block",
+        "negative",
+        "blocks",
+        "memory",
+        "padding",
+        "embedding",
+        "missing",
+        "none",
+    ],
 )
 def test_hostile_configs_are_refused(change, message, tmp_path):
     sparse().save_pretrained(tmp_path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -115,6 +116,7 @@ class BlockSparseQuantizer(HfQuantizer):
         files = kwargs.get("checkpoint_files") or []
         size = sum(os.path.getsize(file) for file in files) if files else None
         layouts = _placeholder_layouts(model, self.quantization_config.weights, size)
+        _check_count(self.quantization_config.weights, files)
         untie_output_layers(model, layouts)
         replace_with_sparse(model, layouts)
         forget_ties(model, layouts)
@@ -203,6 +205,21 @@ def _describe_blocks(model: nn.Module) -> dict[str, Any]:
 
 def _sparse_modules(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseModule)}
+
+
+def _check_count(weights: Mapping[str, Any], files: Sequence[str]) -> None:
+    """Raise a BlockSparseError if files have more block-sparse weights than config.json lists.
+
+    Transformers would draw those layers anew. It may give names in files another form, so only numbers are compared.
+    """
+    count = 0
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, "pt") as opened:
+                count += sum(name.endswith(".crow_indices") for name in opened.keys())  # noqa: SIM118
+    if count > len(weights):
+        expected = f"an entry for each of the {count} block-sparse weights in the checkpoint"
+        raise BlockSparseError.expected("quantization_config", expected, f"{len(weights)} of them")
 
 
 def _placeholder_layouts(
