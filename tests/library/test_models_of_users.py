@@ -453,6 +453,17 @@ def test_blocks_that_a_trained_weight_needs_are_dropped_only_by_force():
     assert bs.sparsify(sparse, 0.25, force=True)[0].layout.density == 0.25
 
 
+def test_a_weight_that_stores_too_few_blocks_for_its_share_is_named():
+    sizes = {"0.weight": 0.5, "1.weight": 0.25}
+    sparse = bs.sparsify(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 32)), sizes, 8, force=True)
+    with pytest.warns(bs.SparsityWarning, match=r"the density is 0\.23, not 0\.3\n  1\.weight: stores no more blocks"):
+        bs.sparsify(sparse, 0.3, scope="erk", force=True)
+    with pytest.raises(
+        bs.BlockSparseError, match=r"density of 1\.weight: expected 0\.25 at most, as it has now, got 0\.9"
+    ):
+        bs.sparsify(sparse, {"0.weight": 0.25, "1.weight": 0.9}, force=True)
+
+
 def test_weights_of_a_layer_become_sparser_by_name():
     sparse = bs.sparsify(nn.ModuleList([nn.LSTM(24, 24)]), 0.5, 8, force=True, scope="layer")
     sparser = bs.sparsify(sparse, {"0.weight_hh_l0": 0.25}, force=True)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +87,10 @@ def drop_blocks(
     for name, scores in selection.scores.items():
         absent = ~stored[name].layout.mask().to(scores.device)
         selection.scores[name] = scores.masked_fill(absent, float(scores.min()) - 1)  # absent blocks rank last
+    for name, value in density.items() if isinstance(density, Mapping) else ():
+        layout = stored[name].layout
+        if value > layout.density + 0.5 / math.prod(layout.grid):
+            raise BlockSparseError.expected(f"density of {name}", f"{layout.density:.3g} at most, as it has now", value)
     layouts = {
         name: BlockLayout(layout.mask() & stored[name].layout.mask(), layout.block_shape)
         for name, layout in selection.layouts(selection.weights).items()
@@ -111,7 +117,8 @@ def drop_blocks(
         dropped = (~layouts[name].mask()[rows, columns]).nonzero()[:, 0]
         if len(dropped):
             rewire(module, dropped, [], [], optimizer if name in trained else None)
-    return model, Plan(selection, layouts)
+    unchanged = {name: "stores no more blocks" for name, layout in layouts.items() if layout == stored[name].layout}
+    return model, Plan(selection, layouts, unchanged)
 
 
 def _as_dense(name: str, module: Any) -> Prunable:
