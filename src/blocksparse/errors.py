@@ -64,6 +64,6 @@ class SparsityWarning(UserWarning):
 def warn_user(message: str) -> None:
     """Give a SparsityWarning at the line of the user's program that has called this library."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, SparsityWarning, stacklevel=level)

@@ -301,12 +301,13 @@ def test_bias_corrections_of_many_blocks_are_those_of_each():
     [
         (lambda ages: -ages.float() - 1, "two digits from 0 to 255"),
         (lambda ages: ages.float() * torch.nan, "two digits from 0 to 255"),
+        (lambda ages: ages.float() + 0.5, "two digits from 0 to 255"),
         (lambda ages: ages.flatten(), r"ages of all blocks, \[\d+, 2\]"),
         (lambda ages: ages[:-1], "load the state that was saved with these layouts"),
         (lambda ages: torch.cat([ages, ages], 1), "ages of all blocks"),
         (lambda ages: "old", "got str"),
     ],
-    ids=["negative", "nan", "flat", "fewer", "wide", "text"],
+    ids=["negative", "nan", "fraction", "flat", "fewer", "wide", "text"],
 )
 def test_damaged_ages_are_refused_before_a_step(damage, message):
     layer, clock, _ = grown(ADAMS["AdamW-0.9-0.999"], 10)

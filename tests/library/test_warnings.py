@@ -36,6 +36,11 @@ def step_without_a_clock():
     other.step()
 
 
+def test_a_program_without_a_name_is_warned_too():
+    with pytest.warns(bs.SparsityWarning):
+        exec("call()", {"call": sparsify, "__name__": None})
+
+
 @pytest.mark.parametrize("call", [compress, sparsify, step_with_a_frozen_weight, step_without_a_clock])
 def test_a_warning_is_shown_at_the_users_line(call):
     with pytest.warns(bs.SparsityWarning) as caught:

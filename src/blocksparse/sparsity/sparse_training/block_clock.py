@@ -143,7 +143,7 @@ class BlockClock:
         """
         known = self._young.get(parameter)
         if known is None or not known.steps or known.limit != limit or known.ages is not ages or known.is_changed():
-            if not bool(((ages >= 0) & (ages <= 255)).all()):
+            if not bool(((ages >= 0) & (ages <= 255) & (ages == ages.round())).all()):
                 expected = "two digits from 0 to 255 for each block"
                 raise BlockSparseError.expected(f"{BLOCK_AGE} in the optimizer's state", expected, "other numbers")
             age = _read(ages)
