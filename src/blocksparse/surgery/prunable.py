@@ -71,9 +71,6 @@ NO_COUNTERPART: dict[type[nn.Module], str] = {
 }
 
 
-TIED = "tied to"  # how the reason of a tied weight begins
-
-
 class Unexpected(str):
     """A reason why a weight stays dense that may surprise its owner, so a warning reports it."""
 
@@ -245,7 +242,8 @@ def survey(
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append(f"{name}.{key}".lstrip("."))
-    found = []
+    found: list[tuple[Prunable, str | None]] = []
+    ties = []  # positions in `found` of weights that are dense only because they are tied
     dense_inside = _dense_inside_parents(model)
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
@@ -263,12 +261,14 @@ def survey(
             tied = [other for other in owners[parameter] if other != weight.name]
             if reason is None and tied:
                 untied = f"model.{weight.name} = torch.nn.Parameter(model.{weight.name}.detach().clone())"
-                reason = f"{TIED} {', '.join(tied)}: to prune it, untie it first by {untied}"
+                reason = f"tied to {', '.join(tied)}: to prune it, untie it first by {untied}"
+                ties.append(len(found))
             found.append((weight, reason))
     size = sum(weight.tensor.numel() for weight, reason in found if reason is None)
-    for i, (weight, reason) in enumerate(found):
-        if reason is not None and reason.startswith(TIED) and weight.tensor.numel() > size:
-            found[i] = weight, Unexpected(reason)  # most of the model
+    for i in ties:
+        weight, reason = found[i]
+        if weight.tensor.numel() > size:  # most of the model
+            found[i] = weight, Unexpected(reason)
     return _without_referenced(model, found)
 
 
