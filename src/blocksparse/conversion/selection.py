@@ -57,12 +57,12 @@ class Selection(ABC):
     def rounding(self) -> float:
         """Half a block of each weight as a density: no density can be met more closely."""
         half_blocks = sum(weight.blocks.size / 2 for weight in self.weights.values())
-        return half_blocks / sum(map(_padded_size, self.weights.values()))
+        return half_blocks / sum(map(padded_size, self.weights.values()))
 
     def density_of(self, layouts: Layouts) -> float:
         """Return the density of all weights together if some have these layouts and the others are dense."""
         dense = sum(weight.tensor.numel() for name, weight in self.weights.items() if name not in layouts)
-        padded = {name: _padded_size(weight) for name, weight in self.weights.items() if name in layouts}
+        padded = {name: padded_size(weight) for name, weight in self.weights.items() if name in layouts}
         stored = sum(layouts[name].density * size for name, size in padded.items())
         return (stored + dense) / (sum(padded.values()) + dense)
 
@@ -154,7 +154,7 @@ class ScoredSelection(Selection):
         ):
             self._needed = {name: _needed_blocks(weight) for name, weight in self.weights.items()}
         if isinstance(density, Mapping):
-            sizes = {name: _padded_size(weight) for name, weight in self.weights.items()}
+            sizes = {name: padded_size(weight) for name, weight in self.weights.items()}
             density = sum(size * density[name] for name, size in sizes.items()) / sum(sizes.values())
         self.target_density = density
 
@@ -277,7 +277,7 @@ def _excess_over_random(matrix: Tensor) -> float | None:
     return (float(vector.norm()) - (rows + columns) ** 2) / deviation
 
 
-def _padded_size(weight: Prunable) -> int:
+def padded_size(weight: Prunable) -> int:
     """Return the number of elements in all blocks of a weight, padding included."""
     return weight.blocks.size * math.prod(weight.grid)
 

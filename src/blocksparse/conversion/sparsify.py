@@ -23,7 +23,7 @@ from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
 from ..surgery.replace import replace_with_sparse
-from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
+from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection, padded_size
 from .sparser import dense_name, drop_blocks, stored_weights
 from .speed import KEEPS_ALL, Example, Speed, checked_tokens, keep_faster
 from .zeros import BLOCK_SIZES, BlockSizes, layouts_of_zeros
@@ -446,7 +446,7 @@ def _warn_if_missed(plan: Plan) -> None:
 
 def _with_padding(weight: Prunable, reason: str) -> str:
     """Return the reason why a weight is dense, and how much of the others' share its padding took, if it took any."""
-    size, padded = weight.tensor.numel(), weight.blocks.size * math.prod(weight.grid)
+    size, padded = weight.tensor.numel(), padded_size(weight)
     if padded == size or not reason.startswith(KEEPS_ALL):
         return reason
     return f"{reason}, {padded:,} parameters with padding and {size:,} without: use smaller blocks or skip="
