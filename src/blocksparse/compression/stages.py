@@ -410,6 +410,7 @@ class CompressionRun:
 
     def _result(self, modes: dict[str, bool]) -> CompressionResult:
         """Restore the student's modes, write the curve, and return the result."""
+        # Before layers become dense again, which changes the point.
         is_fit = self.one_shot is not None and self.curve[-1] == self.one_shot.point
         self._densify_slower()
         tied = tied_names(self.student)  # of which `report` says so
