@@ -70,7 +70,10 @@ class TransformerExperiment(CorpusExperiment):
         model = replace(of.begins, seed=seed)
         # Blocks that move do not fit into a CUDA graph, nor a clock to an optimizer for one.
         graph = self.settings.cuda_graph and (of.growth is None or of.growth.method == FIXED)
-        s = replace(self.settings, model=model, learning_rate=of.learning_rate, seed=seed, cuda_graph=graph)
+        device = self.settings.device if torch.cuda.is_available() else "cpu"
+        s = replace(
+            self.settings, model=model, learning_rate=of.learning_rate, seed=seed, device=device, cuda_graph=graph
+        )
         task: Task = gpt.GPTTask(gpt.network(model), data, s.steps, s.batch, s.evaluated, device_of(s.device))
         if of.pruning is not None:
             task = PruneTask(task, of.pruning, s.steps, seed)
@@ -198,7 +201,7 @@ def _small(text: str) -> TransformerExperiment:
 
 
 def _methods(text: str) -> TransformerExperiment:
-    """Return the experiment with methods that move blocks; a run takes minutes on a GPU."""
+    """Return the experiment with methods that move blocks; a run takes a minute of a GPU, or forty of one CPU core."""
     dense = GPTConfig(width=128)
     wide = replace(dense, width=256, density=0.22, block_size=16)
 
@@ -210,9 +213,9 @@ def _methods(text: str) -> TransformerExperiment:
     gradual: dict[str, Any] = {"rate": 0.004, "density": wide.density, "end": 0.5, "clock": True}
     return TransformerExperiment(
         about=f"A transformer of 0.9 million multiply-adds per byte, dense, or twice as wide with blocks that are "
-        f"fixed or move, on {text}. Products are in TF32. Learning rates are the best of four for each, in runs of 650 "
-        "steps by the loss of training text; for those at 0.008, the highest of the four was best. The runs shared a "
-        "GPU, so their times do not compare",
+        f"fixed or move, on {text}. Products are in TF32 on a GPU. Learning rates are the best of four for each, in "
+        "runs of 650 steps by the loss of training text; for those at 0.008, the highest was best. The runs shared a "
+        "GPU or a CPU, so their times do not compare",
         text=text,
         contenders={
             "dense": TransformerContender(dense, 0.004),
@@ -227,12 +230,12 @@ def _methods(text: str) -> TransformerExperiment:
             "prune and regrow": moves(GRADUAL, **gradual),
             "prune and regrow, topology": moves(GRADUAL, growth="topology", **gradual),
         },
-        minutes=None,
+        minutes=40,
         timed=False,
         settings=gpt.GPTSettings(
             steps=3050,
             eval_every=1016,
-            save_every=0,
+            save_every=508,
             batch=32,
             evaluated=300_000,
             device="cuda",
