@@ -26,8 +26,8 @@ constexpr int64_t kTilePanelBytes = 1 << 20, kLeastOwn = 4, kTileOutputs = 2 * k
 // round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // kOutputsAtOnce: outputs of neighbouring pieces that are written together, so that each token's are whole cache lines.
-// kStreamed: outputs of at least this many bytes bypass the caches. The next reader then has to wait, but making room
-// in the caches and reading the old lines would take longer.
+// kStreamed: outputs of at least this many bytes bypass the caches if a vector fills a cache line. The next reader then
+// has to wait, but making room in the caches and reading the old lines would take longer.
 constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
 // Work of one packing task: units of a panel; steps and features of block columns; bytes of blocks.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024, kTurnedBytes = 32 << 10;
@@ -82,7 +82,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = linear_kernels(isa, dtype, block_sum);
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
-  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
+  const bool streams = kernels.lanes * kernels.unit_size == kLine && tokens * out_features * size >= kStreamed &&
+                       out_features * size % kLine == 0;
   const int64_t depth = kernels.tile_depth(block_out, block_sum);
   // Pieces on tiles are whole pairs of tiles: one that begins with the second tile of a pair leaves it to the one
   // before.
@@ -140,6 +141,13 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     });
     turned = to;
   }
+  // Fetch the cache lines of outputs that are written later, so that the writes do not wait for them.
+  const auto fetch_outputs = [&](int64_t output, int64_t count, int64_t token, int64_t here) {
+    for (int64_t t = token; t < token + here; ++t) {
+      const auto* to = static_cast<const char*>(advance(y, (t * out_features + output) * size));
+      for (int64_t i = 0; i < count * size; i += kLine) __builtin_prefetch(to + i, 1, 2);
+    }
+  };
   // Compute the outputs of one task for a panel. The thread will probably compute `next_task` next, so that is
   // prefetched.
   const auto run_task = [&](int64_t task, int64_t next_task, int64_t token, int64_t here, const void* panel,
@@ -157,6 +165,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
         count += more;
       }
       if (count == 0) continue;
+      if (!streams) fetch_outputs(output, count, token, here);
       void* sums = scratch(Scratch::kSums, count * width * size_sum);
       for (int64_t i = j; i < next; ++i)
         if (begin_of(i) < end_of(i))  // tiles without rows are invalid
