@@ -16,12 +16,22 @@ NOT_THE_USERS = "blocksparse", "torch", "contextlib"
 
 
 def format_reasons(reasons: Mapping[str, str]) -> list[str]:
-    """Return a line "name: reason" for each of the first weights.
+    """Return a line "name: reason" for each of the first weights, and the number of the others.
 
     >>> format_reasons({"head": "it is narrow"})
     ['head: it is narrow']
     """
-    return [f"{name}: {reason}" for name, reason in list(reasons.items())[:MAX_NAMED]]
+    lines = [f"{name}: {reason}" for name, reason in list(reasons.items())[:MAX_NAMED]]
+    return lines + [f"and {len(reasons) - MAX_NAMED} more"] * (len(reasons) > MAX_NAMED)
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's message, or its type if it has none.
+
+    >>> first_line(ValueError("too long\nby 3")), first_line(AssertionError())
+    ('too long', 'AssertionError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class Page(StrEnum):

@@ -616,3 +616,17 @@ def test_looking_for_inputs_leaves_the_random_state_alone():
     state = torch.get_rng_state()
     bs.shrink(model)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_model_that_fails_without_a_message():
+    class Asserts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, y, z, v):
+            assert x.dim() == 7
+            return self.layer(x)
+
+    with pytest.raises(bs.BlockSparseError, match=r"no inputs were found .*AssertionError.*pass example="):
+        bs.shrink(nn.Sequential(*(nn.Linear(8 + i, 8 + i) for i in range(20)), Asserts())[-1])

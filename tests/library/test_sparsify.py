@@ -425,3 +425,28 @@ def test_states_that_do_not_fit_are_refused(sparse):
         ({1: torch.ones(1)}, "state: expected a state dict"),
     ):
         assert_refused(message, bs.load_sparsified, net(), wrong)
+
+
+def test_scores_may_be_ints():
+    scores = {"weight": torch.arange(16).view(4, 4)}
+    made = bs.sparsify(nn.Linear(32, 32), 0.5, 8, criterion=scores, force=True)
+    assert made.layout.nnz == 8
+    assert made.layout.mask()[3].all()
+
+
+def test_a_checkpoint_of_a_model_with_extra_state_is_loaded():
+    class Counted(nn.Linear):
+        count = 1
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model = nn.Sequential(nn.Linear(64, 64), Counted(64, 64))
+    model[1].count = 2
+    sparse = bs.sparsify(model, 0.5, 8, force=True, skip="1")
+    loaded = bs.load_sparsified(nn.Sequential(nn.Linear(64, 64), Counted(64, 64)), sparse.state_dict())
+    assert loaded[1].count == 2
+    assert loaded[0].layout == sparse[0].layout

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.conversion.speed import Speed
 
 
 def test_zeros_decide_the_layout():
@@ -94,3 +95,22 @@ def test_zeros_in_single_values_are_reported():
     assert isinstance(dense, nn.Linear)
     with pytest.warns(bs.SparsityWarning, match="no weight has zeros"):
         bs.from_zeros(nn.Linear(8, 8))
+
+
+def test_the_report_says_why_a_weight_with_zeros_is_dense(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight[:, 16:] = 0
+
+    def of_weights(self, options):
+        if options[0][0].name == "0.weight":
+            raise bs.BlockSparseError("no backend")
+        return 0.5
+
+    monkeypatch.setattr(Speed, "of_weights", of_weights)
+    with pytest.warns(bs.SparsityWarning, match="0.weight: does not run block-sparse here: no backend"):
+        dense = bs.sparsify(model, keep="nonzero")
+    notes = [row.note for row in bs.report(dense).rows]
+    assert notes[0] == "does not run block-sparse here: no backend"
+    assert "0.5 times as fast" in notes[1]

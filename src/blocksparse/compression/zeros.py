@@ -9,7 +9,7 @@ from ..conversion.load import load_sparsified
 from ..conversion.sparsify import keep_nonzero, survey_weights
 from ..conversion.speed import Example
 from ..conversion.zeros import BLOCK_SIZES, BlockSizes, checked_sizes
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import check_model, copy_model
 from ..surgery.prunable import Skip, skip_by_name
 from .foreign import Checkpoint, read_foreign
 
@@ -61,9 +61,11 @@ def from_zeros(
         Linear(in_features=128, out_features=128, block_size=(32, 32), nnz=4, density=0.25, bias=True)
     """
     checked_sizes(block_size)
+    check_model(model)
+    skip = skip_by_name(model, skip)
     if checkpoint is not None:
         survey_weights(model, 1, skip)
-        skip, model = skip_by_name(model, skip), model if inplace else copy_model(model)
+        model = model if inplace else copy_model(model)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model, inplace = load_sparsified(model, read_foreign(checkpoint, shapes)), True
     return keep_nonzero(

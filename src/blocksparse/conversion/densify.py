@@ -22,7 +22,7 @@ from ..nn.quantized_conv import QuantizedConv
 from ..nn.quantized_lstm import QuantizedWeight
 from ..nn.weight_norm import WeightNorm
 from ..surgery.carry import carry_over, carry_parameter, own_names
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import check_model, copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import ParameterChange, check_changes, check_replaceable, constructor_arguments, replace_modules
@@ -69,8 +69,7 @@ def densify(model: nn.Module, inplace: bool = False, optimizer: torch.optim.Opti
     >>> dense, torch.allclose(dense(x), layer(x), atol=1e-5)
     (Linear(in_features=100, out_features=60, bias=True), True)
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     check_optimizer_is_inplace(optimizer, inplace)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

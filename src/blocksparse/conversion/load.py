@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..state_indices import layout_of_indices
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import check_model, copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
 from ..surgery.tied import forget_ties, tie, tied_names, untie_output_layers
@@ -42,8 +42,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     >>> bs.load_sparsified(torch.nn.Linear(256, 256), state)
     Linear(in_features=256, out_features=256, block_size=(32, 32), nnz=16, density=0.25, bias=True)
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "a state dict", type(state).__name__)
     own = {name for name, others in tied_names(model).items() if _is_stored_separately(name, others, state)}
@@ -96,7 +95,7 @@ def _are_different(one: Any, other: Any) -> bool:
 def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:
     """Replace weights on these layouts and load the state; a model on the meta device adopts the tensors."""
     model = replace_with_sparse(model, layouts)
-    assign = any(tensor.is_meta for tensor in model.state_dict().values())
+    assign = any(isinstance(each, Tensor) and each.is_meta for each in model.state_dict().values())
     model.load_state_dict(dict(state), assign=assign)
     return model
 

@@ -20,7 +20,7 @@ from ..nn.quantized_lstm import QuantizedLSTM
 from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.carry import carry_over
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import check_model, copy_model
 from ..surgery.prunable import Skip, find_skipped
 from ..surgery.replace import check_replaceable, replace_modules
 
@@ -63,8 +63,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False, scale:
     >>> type(small[0]).__name__, type(small[2]).__name__, (small(x) - model(x)).abs().max().item() < 0.05
     ('QuantizedLinear', 'Linear', True)
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     check_scale(scale)
     skipped_modules, _ = find_skipped(model, skip)
     layers = {
@@ -85,9 +84,11 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False, scale:
         got = f"none ({', '.join(sorted(others))})" if others else "none"
         raise BlockSparseError.expected("model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", got)
     for name, module in model.named_modules():
-        if isinstance(module, WeightNorm) and type(module.module) in QUANTIZED:
+        is_norm = isinstance(module, WeightNorm) and module.module not in skipped_modules
+        if is_norm and type(module.module) in QUANTIZED:
             raise BlockSparseError(
-                f"model: {name or 'it'} is a WeightNorm of a layer to quantize: call blocksparse.nn.fold first"
+                f"model: {name or 'it'} is a WeightNorm of a layer to quantize: call blocksparse.nn.fold first, or "
+                "skip it"
             )
     check_replaceable(model, [layers[name] for name in chosen])
     model = model if inplace else copy_model(model, otherwise="inplace=True")

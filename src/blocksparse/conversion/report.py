@@ -19,6 +19,7 @@ from ..nn.multi_weight import MultiWeightModule
 from ..nn.quantized import QuantizedModule
 from ..surgery.carry import REASONS
 from ..surgery.prunable import survey
+from .sparser import dense_name, owner_of
 from .speed import Example, Speed, checked_tokens
 
 # The minimum width of the column of names.
@@ -174,9 +175,8 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
         )
     rows: list[Row] = []
     owners = dict(model.named_modules())
-    # A weight of a module with several weights is a module of its own, but its owner is called.
     called = {
-        module: owners[name.rpartition(".")[0]] if isinstance(module, Weight) else module
+        module: owner_of(name, module, owners)
         for name, module in owners.items()
         if isinstance(module, BlockSparseModule)
     }
@@ -223,7 +223,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
             out, in_ = owner.shape_of(name.rpartition(".")[2])
     else:
         out, in_ = module.weight_shape
-        name = f"{name}.weight" if name else "weight"
+        name = dense_name(name, module)
     shape = (out, in_, *values.shape[3:])
     size = _byte_size(values) + _byte_size(module.crow_indices) + _byte_size(module.col_indices)
     sizes = values.numel(), size, values.element_size()

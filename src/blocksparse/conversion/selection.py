@@ -210,7 +210,7 @@ class ScoredSelection(Selection):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != weight.grid or not bool(scores.isfinite().all()):
             got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
             raise BlockSparseError.expected(f"the scores of {name}", f"finite numbers, {list(weight.grid)}", got)
-        return scores.detach()
+        return scores.detach().double()
 
 
 def check_finite_weight(weight: Prunable) -> None:
@@ -227,13 +227,17 @@ def _lamp(squares: Tensor) -> Tensor:
 
 
 def _with_minimum(scores: Tensor, density: float) -> Tensor:
-    """Return scores with infinity for a weight's best blocks up to this density, first the best of each row."""
+    """Return scores with infinity for a weight's best blocks up to this density, first the best of each row.
+
+    Blocks of score -inf are not stored, so they stay as they are.
+    """
     count = max(1, math.ceil(density * scores.numel()))
     sure, rank = torch.zeros_like(scores, dtype=torch.bool), rank_scores(scores)
     if count >= len(scores):
         sure[torch.arange(len(scores), device="cpu"), rank.argmax(1)] = True
     rest = rank.masked_fill(sure, rank.numel()).flatten()
-    return scores.masked_fill(sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure), torch.inf)
+    best = sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure)
+    return scores.masked_fill(best & (scores > -torch.inf), torch.inf)
 
 
 def _needed_blocks(weight: Prunable) -> Tensor:

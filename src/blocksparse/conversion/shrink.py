@@ -18,7 +18,7 @@ from ..surgery.connections import FeatureGroup, Port, trace_features
 from ..surgery.example_inputs import find_inputs
 from ..surgery.feature_trace import RETURNED, FeatureTrace
 from ..surgery.layer_rules import adds_constants
-from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments
+from ..surgery.model_tools import check_model, copy_model, evaluation_mode, split_arguments
 from ..surgery.prunable import CONV1D, CONVOLUTIONS, TRANSPOSED, own_forward, qualified
 from .densify import densify
 
@@ -74,8 +74,7 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
       (2): Linear(in_features=30, out_features=3, bias=True)
     )
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     if quantized := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
         raise BlockSparseError(
             f"model: layers in 8 bits cannot be shrunk ({', '.join(quantized[:3])}): shrink before blocksparse.quantize"
@@ -92,7 +91,10 @@ def shrink(model: nn.Module, example: Any = None) -> nn.Module:
         error, tolerance = _remove_useless_units(dense, example, heads=False)
     if not error <= tolerance:
         raise BlockSparseError.expected(
-            "model", f"equal outputs on the example, within {tolerance:.2g}", f"a difference of {error:.2g}"
+            "model",
+            f"equal outputs on the example, within {tolerance:.2g}",
+            f"a difference of {error:.2g}: the model depends on its numbers of units, for example by a view of fixed "
+            "sizes (write -1 there, or shrink its parts one by one)",
         )
     return dense
 

@@ -35,6 +35,11 @@ def dense_name(name: str, module: BlockSparseModule) -> str:
     return name if isinstance(module, Weight) else f"{name}.weight".lstrip(".")
 
 
+def owner_of(name: str, module: BlockSparseModule, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Return the module that is called, one of the named `modules`: the owner of a weight among several, or itself."""
+    return modules[name.rpartition(".")[0]] if isinstance(module, Weight) else module
+
+
 def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
     """Return a model's block-sparse weights by their names in the dense model.
 
@@ -83,14 +88,17 @@ def drop_blocks(
         BlockSparseError: no block would be dropped, or `optimizer` cannot follow. Nothing is changed then.
     """
     weights = {name: weight.dense for name, weight in stored.items()}
-    selection = ScoredSelection(weights, density, criterion or "lamp", scope, limit_loss)
+    selection = ScoredSelection(weights, density, "lamp" if criterion is None else criterion, scope, limit_loss)
     for name, scores in selection.scores.items():
         absent = ~stored[name].layout.mask().to(scores.device)
-        selection.scores[name] = scores.masked_fill(absent, float(scores.min()) - 1)  # absent blocks rank last
+        selection.scores[name] = scores.masked_fill(absent, -torch.inf)  # absent blocks rank last
     for name, value in density.items() if isinstance(density, Mapping) else ():
         layout = stored[name].layout
         if value > layout.density + 0.5 / math.prod(layout.grid):
-            raise BlockSparseError.expected(f"density of {name}", f"{layout.density:.3g} at most, as it has now", value)
+            expected = (
+                f"{layout.density:.3g} at most, as it has now (blocksparse.densify(model) stores all blocks again)"
+            )
+            raise BlockSparseError.expected(f"density of {name}", expected, value)
     layouts = {
         name: BlockLayout(layout.mask() & stored[name].layout.mask(), layout.block_shape)
         for name, layout in selection.layouts(selection.weights).items()

@@ -19,7 +19,7 @@ from ..sparsity.calibration.calibrate import Batches, Stop, collect_batches, nev
 from ..sparsity.calibration.reconstruction import fit
 from ..sparsity.feature_order import reorder_features
 from ..surgery.carry import record_reasons
-from ..surgery.model_tools import copy_model
+from ..surgery.model_tools import check_model, copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
 from ..surgery.replace import replace_with_sparse
@@ -56,9 +56,9 @@ def sparsify(
 
     Linear layers (and Conv1D of the transformers library), convolutions without groups, recurrent layers and cells,
     multi-head attention, and the experts of mixtures like Mixtral's become modules of `blocksparse.nn`. Biases and all
-    else stay. Without `force`, modules that are not measurably faster stay dense and unpruned; with an example, the
-    model as a whole never gets slower. A `SparsityWarning` reports a missed density and layers that unexpectedly stay
-    dense; `report` explains each weight.
+    else stay. Without `force`, modules that are not measurably faster stay dense and unpruned; with an example, and
+    without `keep`, the model as a whole never gets slower. A `SparsityWarning` reports a missed density and layers that
+    unexpectedly stay dense; `report` explains each weight.
 
     Hooks, attributes, buffers and modules that a user added to a layer move to the new layer, and so do attributes and
     hooks of its weight: gradient hooks get the gradient in the dense weight's shape. A layer stays dense if its forward
@@ -127,6 +127,8 @@ def sparsify(
     Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """
     check_optimizer_is_inplace(optimizer, inplace)
+    check_model(model)
+    skip = skip_by_name(model, skip)
     if keep is not None:
         if keep != "nonzero":
             raise BlockSparseError.expected("keep", '"nonzero", or None to keep blocks by their scores', repr(keep))
@@ -154,14 +156,13 @@ def sparsify(
         model, plan = drop_blocks(
             model, stored, density, criterion, scope, limit_loss=not force, inplace=inplace, optimizer=optimizer
         )
-        _warn_if_missed(plan)
+        _warn_if_missed(plan, can_calibrate=False)
         return model
     if inplace and data is not None:
         _check_writable(model)
     batches = None if data is None else collect_batches(data, "data")
     original, is_scored = model, layouts is None and isinstance(criterion, str | None)
     if batches and is_scored and not isinstance(density, Mapping) and not (optimizer and optimizer.state):
-        skip = skip_by_name(model, skip)
         model = reorder_features(model, batches[0], density, block, skip)
         candidates = survey_weights(model, block, skip)
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
@@ -170,7 +171,7 @@ def sparsify(
     elif layouts is None and not isinstance(density, Mapping):
         plan = _leave_padded_dense(plan)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace, jointly=True)
-    model = replace_weights(original, fitted, plan, optimizer if inplace else None, inplace=inplace)
+    model = replace_weights(original, fitted, plan, optimizer, inplace=inplace)
     _warn_if_missed(plan)
     return model
 
@@ -193,8 +194,10 @@ def keep_nonzero(
     if not candidates.weights:
         raise no_weights_error(model, candidates)
     speed = None if force else Speed(model, tokens, example)
-    layouts = layouts_of_zeros(candidates.weights, block_size, speed, name=name)
-    return replace_with_sparse(model if inplace else copy_model(model), layouts, optimizer)
+    layouts, slow = layouts_of_zeros(candidates.weights, block_size, speed, name=name)
+    sparse = replace_with_sparse(model if inplace else copy_model(model), layouts, optimizer)
+    record_reasons(sparse, {**candidates.reasons, **slow})
+    return sparse
 
 
 # -- survey ------------------------------------------------------------------------------------------------------
@@ -361,7 +364,8 @@ def fit_values(
     if len(errors) < len(layouts):
         names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
         warn_user(
-            f"sparsify: the data do not reach {names}, or not visibly: these weights keep their largest blocks",
+            f"sparsify: the data do not reach {names}, or not visibly: these weights keep their largest blocks (pass "
+            "data that reach them, or skip= them)",
         )
     return copied, replace(plan, layouts=layouts)
 
@@ -414,7 +418,7 @@ def _replace_with_values_of(
 # -- warn --------------------------------------------------------------------------------------------------------
 
 
-def _warn_if_missed(plan: Plan) -> None:
+def _warn_if_missed(plan: Plan, can_calibrate: bool = True) -> None:
     """Warn if the density is missed, no weight became sparse, some stay dense unexpectedly, or blocks are too large."""
     selection, target = plan.selection, plan.selection.target_density
     reached, larger = selection.density_of(plan.layouts), _weights_with_large_blocks(plan)
@@ -433,14 +437,11 @@ def _warn_if_missed(plan: Plan) -> None:
     why |= {name: reason for name, reason in denser.items() if reason} | larger
     if reached < target:
         why |= {name: _with_padding(selection.weights[name], why[name]) for name in why if name in selection.weights}
-    lines = format_reasons(why)
-    if len(why) > MAX_NAMED:
-        lines.append(f"and {len(why) - MAX_NAMED} more: see bs.report(model)")
-    if not why:
-        lines = ["each weight keeps at least one block: use a smaller block_size"]
+    lines = format_reasons(why) or ["each weight keeps at least one block: use a smaller block_size"]
     if any(selection.excess(name) for name in why):
-        lines.append("to go lower, pass data= to calibrate, or force=True and fine-tune")
-    lines.append(f"see {Page.SPARSIFY}")
+        calibrate = "data= to calibrate, or " if can_calibrate else ""
+        lines.append(f"to go lower, pass {calibrate}force=True and fine-tune")
+    lines.append(f"see {Page.SPARSIFY}" + (", and bs.report(model) for all weights" if len(why) > MAX_NAMED else ""))
     warn_user("\n  ".join([f"sparsify: {head}", *lines]))
 
 
@@ -476,7 +477,7 @@ def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
         return {}
     weights = plan.selection.weights
     dense = {name: weight.tensor.numel() for name, weight in weights.items()}
-    stored = {name: weights[name].stored(layout) for name, layout in plan.layouts.items()}
+    stored = {name: layout.nnz * weights[name].blocks.size for name, layout in plan.layouts.items()}
     most = DENSITY_TOLERANCE * sum(dense.values())
     return {
         name: f"stores {size:,} parameters, {dense[name]:,} when dense: use smaller blocks or skip="

@@ -19,7 +19,7 @@ from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.cells import Cell
 from ..nn.experts import Experts
 from ..nn.linear import Linear
-from ..nn.module import BlockSparseModule, Weight
+from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
@@ -28,7 +28,7 @@ from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_modules, replace_with_sparse, sparse_module
 from .densify import densify
 from .selection import Layouts, Plan
-from .sparser import dense_name
+from .sparser import dense_name, owner_of
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -97,7 +97,9 @@ def _slower_weights(plan: Plan, speed: Speed) -> dict[str, str]:
         speedups |= dict.fromkeys(names, speedup)
         for name in names if speedup < MIN_SPEEDUP else ():
             rows, columns = plan.layouts[name].block_shape
-            details = f"density {plan.layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
+            details = (
+                f"density {plan.layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.described_inputs}"
+            )
             details += "; timings varied, is the machine busy?" if speed.is_busy else ""
             reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})"
     return reasons or _weights_that_slow_the_model(plan.layouts, speedups, speed)
@@ -134,7 +136,7 @@ def densify_slower(model: nn.Module, example: Example, skip: Collection[str] = (
     dense_names: dict[nn.Module, list[str]] = {}
     for name, module in owners.items():
         if isinstance(module, BlockSparseModule) and name not in skip and module.layout.density > MAX_UNTIMED_DENSITY:
-            owner = owners[name.rpartition(".")[0]] if isinstance(module, Weight) else module
+            owner = owner_of(name, module, owners)
             dense_names.setdefault(owner, []).append(dense_name(name, module))
     speed = Speed(model, 64, example)
     speed.record(dense_names)
@@ -161,7 +163,7 @@ class Speed:
     """
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
-        self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
+        self.tokens, self.described_inputs = tokens, f"{tokens} tokens" if example is None else "the example"
         self._arguments = split_arguments(example)
         self._model = None if example is None else share_parameters(model).eval()
         self._names = {module: name for name, module in model.named_modules()}

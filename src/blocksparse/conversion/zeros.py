@@ -20,8 +20,10 @@ BLOCK_SIZES = (32, 16, 8, 4, 1)
 MIN_ZEROS = 0.05
 
 
-def layouts_of_zeros(weights: Mapping[str, Prunable], sizes: BlockSizes, speed: Speed | None, *, name: str) -> Layouts:
-    """Return the layouts of the blocks that have a nonzero value, of weights that are better block-sparse.
+def layouts_of_zeros(
+    weights: Mapping[str, Prunable], sizes: BlockSizes, speed: Speed | None, *, name: str
+) -> tuple[Layouts, dict[str, str]]:
+    """Return the layouts of the blocks that have a nonzero value, and why weights with zeros are better left dense.
 
     Args:
         weights: the dense weights by name.
@@ -50,7 +52,11 @@ def layouts_of_zeros(weights: Mapping[str, Prunable], sizes: BlockSizes, speed: 
         elif speed is None:
             layouts[weight.name] = min(options, key=lambda option: _bytes_of(*option))[1]
         else:
-            ups = [speed.of_weights([option]) for option in options]
+            try:
+                ups = [speed.of_weights([option]) for option in options]
+            except BlockSparseError as error:
+                slow[weight.name] = f"does not run block-sparse here: {error}"
+                continue
             best = max(range(len(options)), key=ups.__getitem__)
             if ups[best] >= MIN_SPEEDUP:
                 layouts[weight.name] = options[best][1]
@@ -63,7 +69,7 @@ def layouts_of_zeros(weights: Mapping[str, Prunable], sizes: BlockSizes, speed: 
     if slow or not layouts:
         lines = format_reasons(slow) or ["no weight has zeros: bs.sparsify(model, density) prunes"]
         warn_user("\n  ".join([f"{name}: these stay dense", *lines]))
-    return layouts
+    return layouts, slow
 
 
 def checked_sizes(sizes: BlockSizes) -> list[tuple[int, int]]:

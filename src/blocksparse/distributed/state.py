@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
+from ..surgery.model_tools import check_model
 from ..surgery.optimizer import unwrapped
 from ..surgery.sharding import local_of
 
@@ -99,8 +100,7 @@ class DistributedState:
     """
 
     def __init__(self, module: nn.Module, optimizer: Any = None):
-        if not isinstance(module, nn.Module):
-            raise BlockSparseError.expected("module", "a torch.nn.Module", type(module).__name__)
+        check_model(module, "module")
         self.is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         self.root: nn.Module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
         state = self.root.state_dict()

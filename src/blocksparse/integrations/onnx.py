@@ -22,7 +22,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
-from ..surgery.model_tools import copy_model, evaluation_mode
+from ..surgery.model_tools import check_model, copy_model, evaluation_mode
 from ..surgery.replace import replace_modules
 from .onnx_gather import with_gathers
 
@@ -84,8 +84,7 @@ def export_onnx(
         x, batch = torch.randn(1, 256), ({0: "batch"},)
         bs.export_onnx(model, x, "model.onnx", dynamic_shapes=batch, sparse="gather")
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     for name in ("onnx", "onnxscript"):
         try:
             importlib.import_module(name)

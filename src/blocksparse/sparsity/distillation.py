@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
-from ..surgery.model_tools import evaluation_mode
+from ..surgery.model_tools import check_model, evaluation_mode
 
 KINDS = ("auto", "kl", "probabilities", "binary", "cosine", "mse")
 
@@ -99,8 +99,7 @@ class Distillation:
         if output not in KINDS:
             raise BlockSparseError.expected("output", f"one of {', '.join(KINDS)}", repr(output))
         for argument, model in (("teacher", teacher), ("student", student)):
-            if not isinstance(model, nn.Module):
-                raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
+            check_model(model, argument)
         self.teacher, self.student, self.kind = teacher, student, output
         self.hidden, self.temperature = number("hidden", hidden, 0), number("temperature", temperature, 1e-6)
 

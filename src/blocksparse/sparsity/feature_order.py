@@ -17,7 +17,7 @@ from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, reorderable, trace_features
-from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
+from ..surgery.model_tools import check_model, copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress, sample_count
 
@@ -76,8 +76,7 @@ def permute_features(
     Source: Okanovic et al., High performance unstructured SpMM computation using tensor cores (2024), which reorders
     rows; here rows and columns of neighbors move together, as in Pool, Yu (2021).
     """
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     density, skip = number("density", density, 0, 1), skip_by_name(model, skip)
     permuted = copy_model(model)
     args, kwargs = arguments_of(example, count_positional(model), parameter_device(model))

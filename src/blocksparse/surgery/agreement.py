@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import bytes_of
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, first_line
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..nn.tensor_parallel_part import TensorParallelPart
@@ -137,7 +137,7 @@ def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = No
         dist.all_gather_object(gathered, (dict(facts), problem), group)
     except (RuntimeError, ValueError) as error:
         raise BlockSparseError.expected(
-            missing(group), "an answer in time", f"none: dead, late, or out of reach ({str(error).splitlines()[0]})"
+            missing(group), "an answer in time", f"none: dead, late, or out of reach ({first_line(error)})"
         ) from error
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     problems = {rank: text for rank, (_, text) in zip(ranks, gathered, strict=True) if text is not None}
@@ -147,7 +147,9 @@ def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = No
             raise BlockSparseError(same[0])
         raise BlockSparseError("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
     raise BlockSparseError.expected(
-        "block-sparse layers", f"the same {what} on all ranks", _differences(ranks, [facts for facts, _ in gathered])
+        "block-sparse layers",
+        f"the same {what} on all ranks (use the same seed, or load the same checkpoint)",
+        _differences(ranks, [facts for facts, _ in gathered]),
     )
 
 

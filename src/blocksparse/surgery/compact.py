@@ -61,7 +61,7 @@ def compact(
         has_outputs = np.bincount(second.layout.col_of_block, minlength=removed.size) > 0
         removed &= ~(has_outputs & (constant != 0).view(-1, height).any(1).cpu().numpy())
     if removed.all() or removed[second.layout.col_of_block].all():
-        raise BlockSparseError(f"compact: no connections of {first} and {second} would stay")
+        raise BlockSparseError(f"compact: no connections of {first} and {second} would stay: drop fewer blocks")
     stays = np.flatnonzero((~removed).repeat(height)[:out])
     if stays.size == out:
         return torch.from_numpy(stays)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, first_line
 from .model_tools import copy_model, parameter_device
 from .prunable import CONV1D, CONVOLUTIONS, TRANSPOSED, qualified
 
@@ -37,7 +37,7 @@ def find_inputs(model: nn.Module) -> tuple[Tensor, ...]:
     required = [each for each in signature(model.forward).parameters.values() if each.default is Parameter.empty]
     count = sum(each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for each in required)
     empty, error = copy_model(model).to("meta").eval(), None
-    for candidate in islice(dict.fromkeys(_candidates(model, max(1, count))), MAX_CALLS):
+    for candidate in islice(_candidates(model, max(1, count)), MAX_CALLS):
         try:
             empty(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in candidate))
         except Exception as raised:  # the user's module may raise anything
@@ -50,7 +50,7 @@ def find_inputs(model: nn.Module) -> tuple[Tensor, ...]:
             else torch.zeros(shape, dtype=dtype, device=device)
             for shape, dtype in candidate
         )
-    got = "" if error is None else f" ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+    got = "" if error is None else f" ({type(error).__name__}: {first_line(error)[:200]})"
     raise BlockSparseError(f"model: no inputs were found that it accepts{got}: pass example=, inputs to run it on.")
 
 
@@ -58,11 +58,14 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def _candidates(model: nn.Module, count: int) -> Iterator[tuple[Spec, ...]]:
-    """Yield shapes and dtypes of arguments, those of earlier layers first."""
-    modules = list(model.modules())
+    """Yield shapes and dtypes of arguments once each, those of earlier layers first."""
+    modules, seen = list(model.modules()), set[tuple[Spec, ...]]()
     for side in SIDES:
         specs = dict.fromkeys(spec for module in modules for spec in _inputs_of(module, side))
-        yield from product(specs, repeat=count)
+        for candidate in product(specs, repeat=count):
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate
 
 
 def _inputs_of(module: Any, side: int) -> list[Spec]:

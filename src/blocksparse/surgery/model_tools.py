@@ -21,6 +21,12 @@ from .sharding import is_dtensor
 WRAPPERS = DataParallel, DistributedDataParallel
 
 
+def check_model(model: Any, argument: str = "model") -> None:
+    """Raise a BlockSparseError that names the argument if it is not a module."""
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
+
+
 def copy_model(model: nn.Module, same: Mapping[int, Any] | None = None, otherwise: str = "") -> Any:
     """Return a deep copy of a model, with the attributes and hooks of its parameters.
 
@@ -71,8 +77,7 @@ def unwrapped_model(model: Any, argument: str = "model") -> nn.Module:
     """
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, WRAPPERS):
         model = inner if isinstance(inner, nn.Module) else model.module
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
+    check_model(model, argument)
     return model
 
 

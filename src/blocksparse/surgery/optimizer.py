@@ -248,14 +248,14 @@ def _convert_state(state: dict[str, Any], shape: torch.Size, convert: Callable[[
         axis = averaged_axis(name, each, shape)
         if axis is not None:
             # Blocks have other rows and columns than the matrix, so the squares are averaged again.
-            squares = convert(_product_of_factors(state, name, axis, len(shape)))
+            squares = convert(_product_of_factors(state, name, len(shape)))
             new[name] = squares.mean(axis, keepdim=each.dim() == len(shape)).to(each.dtype)
         else:
             new[name] = convert(each) if isinstance(each, Tensor) and each.shape == shape else each
     return new
 
 
-def _product_of_factors(state: Mapping[str, Tensor], name: str, axis: int, dims: int) -> Tensor:
+def _product_of_factors(state: Mapping[str, Tensor], name: str, dims: int) -> Tensor:
     """Return the mean squares that a factored second moment approximates, `[..., rows, columns]`."""
     row, col = ("row", "col") if "row" in name or "col" in name else ("_r", "_c")
     rows, cols = state[name.replace(col, row)], state[name.replace(row, col)]

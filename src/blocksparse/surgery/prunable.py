@@ -27,10 +27,9 @@ from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
 from .mixtures import is_experts
+from .model_tools import check_model
 from .references import find_references
 from .sharding import unwrapped_class
-
-__all__ = ["Prunable", "Skip", "prunable", "survey"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
@@ -121,10 +120,6 @@ class Prunable:
     def in_blocks(self, block_shape: tuple[int, int]) -> Prunable:
         """Return the weight with blocks of another shape."""
         return replace(self, blocks=_blocks_of(self.module, self.parameter, block_shape))
-
-    def stored(self, layout: BlockLayout) -> int:
-        """Return the number of parameters that the weight stores with this layout, padding included."""
-        return layout.nnz * math.prod(layout.block_shape) * self.blocks.taps
 
     def check_fit(self, layout: BlockLayout) -> None:
         """Raise a BlockSparseError unless the layout has the weight's padded shape."""
@@ -234,8 +229,7 @@ def survey(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
     """Return (weight, why it cannot become block-sparse or None) for each parameter of two or more axes."""
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    check_model(model)
     block = checked_block(block_size)
     skipped_modules, skipped_names = find_skipped(model, skip)
     owners: dict[Tensor, list[str]] = {}

@@ -28,28 +28,14 @@ from .prunable import (
     RECURRENT,
     TRANSPOSED,
     Prunable,
-    Skip,
     find_weights,
     is_dense_recurrent,
     own_forward,
-    prunable,
     qualified,
     reason_of_reference,
-    survey,
 )
 from .references import find_references, replace_references
 from .sharding import is_dtensor, may_be_sharded, sharding
-
-__all__ = [
-    "Prunable",
-    "Skip",
-    "after_replacing",
-    "prunable",
-    "replace_modules",
-    "replace_with_sparse",
-    "sparse_module",
-    "survey",
-]
 
 # Functions to call with a model after its modules were replaced; `integrations` adds one for transformers.
 after_replacing: list[Callable[[nn.Module], None]] = []
