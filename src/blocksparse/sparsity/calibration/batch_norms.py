@@ -27,8 +27,8 @@ class Moments:
         return self.samples >= MIN_SAMPLES and sum(self._counts) >= MAX_ROWS
 
     def add(self, args: tuple[Any, ...]) -> None:
-        """Include a call with these arguments, unless there are enough."""
-        if self.is_enough():
+        """Include a call with these arguments, unless there are enough or it has no samples."""
+        if self.is_enough() or not args[0].numel():
             return
         x = args[0].detach().transpose(0, 1).flatten(1).double()
         variance, mean = torch.var_mean(x, 1, correction=0)

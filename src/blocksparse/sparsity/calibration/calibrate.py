@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...errors import BlockSparseError, Page
+from ...errors import BlockSparseError, Page, first_line
 from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments, uncompiled
 from ...surgery.prunable import Prunable
 
@@ -162,7 +162,7 @@ def batch_error(model: nn.Module, batch: Any, error: Exception, *, with_label: b
     if any(isinstance(each, np.ndarray) for each in values_of(batch)):
         why = "it has NumPy arrays (pass torch.from_numpy(x) instead)"
     else:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = first_line(error)
     got = f"a batch of {describe(batch)}, on which {inside or type(model).__name__} fails: {why}"
     if with_label:
         expected = "batches of the model's arguments, and at most one label after them"
@@ -214,9 +214,9 @@ def check_finite(name: str, sums: Tensor) -> None:
         raise BlockSparseError.expected(f"the inputs of {name}", "finite numbers", "inf or nan among them")
 
 
-def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+def progress(items: Iterable[T], label: str) -> Iterator[T]:
     """Yield the items and count them on stderr: in a line of the terminal, or else in a new line every 30 seconds."""
-    total = len(items) if total is None and isinstance(items, Sized) else total
+    total = len(items) if isinstance(items, Sized) else "?"
     begin, shown = time.monotonic(), False
     try:
         for done, item in enumerate(items):

@@ -105,10 +105,6 @@ class Problem:
                 fitted[rows, inputs] = least_squares(target[rows], hessian, inputs)
         return fitted
 
-    def energy(self) -> Tensor:
-        """Return the sum of w_ij^2 |x_j|^2 over each block of W, float64 `[out_blocks, in_blocks]`."""
-        return self._blocks_of(self.dense.double().square() * self.diagonal).sum((1, 3))
-
     def error(self, fitted: Tensor) -> float:
         """Return |X V^T - T|^2."""
         fitted = fitted.to(self.x.dtype)

@@ -14,7 +14,7 @@ from ...surgery.model_tools import evaluation_mode, uncompiled
 from ..distillation import compare
 from .calibrate import byte_count, observe, parts_of
 from .passes import MAX_BYTES
-from .sequences import MIN_VALUE, RATE, root_mean_square
+from .sequences import train_by_adam
 
 # Steps of Adam and the samples of each. Fewer steps if all of them would take more floating-point operations; none if
 # that leaves too few to gain much, as for large convolutions.
@@ -69,7 +69,7 @@ def fit_block(
         name: the name of the block, "" for the whole model.
         batches: inputs of the models.
         trained: the parameters to change, by name in the block, with a mask of the stored weights, or None for all.
-        multiplications: those of the block's products for a sample, on average.
+        multiplications: the average number per sample in the block's products.
     """
     block = model.get_submodule(name)
     parameters = {key: block.get_parameter(key) for key in trained}
@@ -175,20 +175,12 @@ def _train(
 ) -> None:
     """Train parameters of a block or model by Adam to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
-    rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in parameters.values()]
-    optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
-    for _ in range(steps):
+
+    def loss() -> Tensor:
         record = records[int(torch.randint(len(records), (), generator=generator, device="cpu"))]
-        optimizer.zero_grad()
-        _loss(block, record, is_model).backward()
-        optimizer.step()
-        schedule.step()
-        with torch.no_grad():
-            for key, parameter in parameters.items():
-                if (mask := masks[key]) is not None:
-                    parameter.mul_(mask)
-    optimizer.zero_grad()
+        return _loss(block, record, is_model)
+
+    train_by_adam(parameters, masks, steps, loss)
 
 
 def _loss(block: nn.Module, record: Record, is_model: bool) -> Tensor:

@@ -224,7 +224,7 @@ class Passes:
         self._dense = model
 
     def multiplications(self, names: Iterable[str]) -> float:
-        """Return those of all products of these modules for a sample, on average."""
+        """Return the average number of multiplications per sample in the products of these modules."""
         total = sum(
             self.reached[name].total(product) * product.weights[0].shape[0] * sum(product.sizes)
             for name in names

@@ -179,7 +179,7 @@ def fit(
     for name in progress(passes.reached, "layers fitted to the data:"):
         if stop():
             return fitter.layouts, fitter.errors
-        if name in norms:
+        if name in norms and norms[name].samples:
             correct_statistics(name, model, norms[name], passes)
         for level, pairs_of_level in groupby(pairs_of[name], key=lambda pair: pair[0].level):
             fitted = []
@@ -187,7 +187,10 @@ def fit(
                 try:
                     fitter.fit(name, product, other)
                 except torch.linalg.LinAlgError as error:
-                    expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
+                    expected = (
+                        f"more, so that the Hessian of {product.weights[0].name} can be inverted (pass more data, or "
+                        "call sparsity.reconstruct with a larger damping)"
+                    )
                     raise BlockSparseError.expected("damping", expected, damping) from error
                 fitted.append(product)
             if states and type(fitted[0].module) in LAYERS:

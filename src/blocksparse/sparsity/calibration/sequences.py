@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -110,25 +111,48 @@ def _train(
 ) -> None:
     """Train some parameters of a one-level layer to give the dense outputs; masked values stay 0."""
     generator = torch.Generator().manual_seed(0)
-    rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in trained.values()]
-    optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in trained.values()])
     longest = max(len(x.batch_sizes) for x, _, _ in batches)
     steps = min(STEPS, max(1, MAX_TIME_STEPS // (SEQUENCES * longest)))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
-    for _ in range(steps):
-        if stop():
-            break
+
+    def loss() -> Tensor:
         batch = batches[int(torch.randint(len(batches), (), generator=generator, device="cpu"))]
         x, state, target = _sample(batch, generator)
+        error = layer(x, level_states(layer, level, state))[0].data - target
+        return error.square().mean()
+
+    train_by_adam(trained, masks, steps, loss, stop=stop, max_norm=MAX_NORM)
+
+
+def train_by_adam(
+    parameters: Mapping[str, nn.Parameter],
+    masks: Mapping[str, Tensor | None],
+    steps: int,
+    loss: Callable[[], Tensor],
+    *,
+    stop: Stop | None = None,
+    max_norm: float = math.inf,
+) -> None:
+    """Minimize `loss()`, which takes another sample in each call, by Adam; masked values stay 0.
+
+    The learning rate rises and falls over the steps, and is in proportion to the values of each parameter.
+    """
+    rates = [RATE * max(root_mean_square(parameter), MIN_VALUE) for parameter in parameters.values()]
+    optimizer = torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1)
+    for _ in range(steps):
+        if stop is not None and stop():
+            break
         optimizer.zero_grad()
-        (layer(x, level_states(layer, level, state))[0].data - target).square().mean().backward()
-        nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+        loss().backward()
+        if max_norm < math.inf:
+            nn.utils.clip_grad_norm_(parameters.values(), max_norm)
         optimizer.step()
         schedule.step()
         with torch.no_grad():
-            for name, parameter in trained.items():
+            for name, parameter in parameters.items():
                 if (mask := masks[name]) is not None:
                     parameter.mul_(mask)
+    optimizer.zero_grad()
 
 
 def root_mean_square(parameter: Tensor) -> float:
