@@ -433,6 +433,28 @@ def test_tradeoff_counts_equal_classes_if_the_data_have_labels(monkeypatch):
         kinds.clear()
 
 
+class Routed(nn.Module):
+    """Calls its second expert without rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = bs.nn.Linear(32, 32, density=0.25, block_size=8)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.experts[0](x) + self.experts[1](x[:0]).sum()
+
+
+def test_tradeoff_leaves_out_what_was_sparse_and_experts_without_rows(monkeypatch):
+    module = importlib.import_module("blocksparse.compression.tradeoff")
+    monkeypatch.setattr(module, "keep_faster", lambda model, plan, example: plan)
+    monkeypatch.setattr(module, "_limit", lambda reader, batches, seconds: batches[:1])  # as for a slow model
+    measured = bs.tradeoff(Routed().eval(), torch.randn(64, 32).split(16), densities=[0.5], block_size=8, skip=[])
+    assert measured.points[1].density == 0.5
+    assert measured.options == ", block_size=8, skip=skip"
+
+
 def test_tradeoff_lists_densities_and_layers(tmp_path):
     data = labelled()
     measured = bs.tradeoff(trained(Classifier(256), data), data, densities=[0.5, 0.25], block_size=8)

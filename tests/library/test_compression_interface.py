@@ -4,6 +4,7 @@ import copy
 import io
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -372,6 +373,9 @@ def test_the_recommendation():
     assert "Density 0.1 gives 4.0 times the speed at 50.0% agreement, and needs training:\n    bs.compress" in text
     assert "Keep dense, by skip=: head." in text
     assert "Keep it dense" in advice(Point(0.5, 0.9, 1.0)).recommendation
+    with_options = replace(advice(Point(0.5, 1.5, 0.995), Point(0.1, 4.0, 0.5)), options=", block_size=8, skip=skip")
+    assert "bs.sparsify(model, 0.5, data=data, block_size=8, skip=skip)" in with_options.recommendation
+    assert "bs.compress(model, data, 0.1, block_size=8, skip=skip)" in with_options.recommendation
     assert "bs.compress" not in advice(Point(0.5, 1.5, 0.995)).recommendation
 
 

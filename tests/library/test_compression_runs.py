@@ -391,3 +391,25 @@ def test_a_terminal_shows_what_is_done_before_training(monkeypatch):
     for work in ("choosing weights", "fitting to density 0.25", "testing learning rates"):
         assert f"] {work}" in stream.getvalue()
     assert stream.getvalue().endswith("\r"), "the line is removed at the end"
+
+
+def test_a_run_that_is_resumed_with_evaluate_keeps_its_stages(tmp_path, monkeypatch):
+    data = labelled(128)
+    model = trained(Classifier(), data)
+    calls, step = itertools.count(), training.Training._step
+
+    def interrupted(self, optimizer):
+        if next(calls) == 150:
+            raise KeyboardInterrupt
+        return step(self, optimizer)
+
+    monkeypatch.setattr(training.Training, "_step", interrupted)
+    with pytest.warns(bs.SparsityWarning, match="interrupted"):
+        bs.compress(model, data, **options(steps=600, folder=tmp_path))
+    fit, about = checkpoint.load(tmp_path / "fit.safetensors")
+    about["point"]["loss"] = 100.0  # worse than all others
+    checkpoint.save(tmp_path / "fit.safetensors", fit, about)
+    monkeypatch.setattr(training.Training, "_step", step)
+    result = bs.compress(model, data, **options(steps=600, folder=tmp_path, evaluate=lambda model: 0.5))
+    assert not result.is_only_fitted
+    assert result.curve[-1].loss < 100

@@ -18,7 +18,7 @@ from ..surgery.model_tools import copy_model, unwrapped_model
 from ..surgery.prunable import Skip, skip_by_name
 from ..surgery.tied import tied_names, untie_output_layers
 from .batches import BatchReader, Data, Loss
-from .measures import check_parameters, default_block_size, first_example
+from .measures import check_finite_parameters, default_block_size, first_example
 from .result import CompressionResult
 from .run_folder import RunFolder
 from .stages import CompressionRun, Evaluate
@@ -110,26 +110,26 @@ def compress(
         integer("steps", steps, 1)
     else:
         minutes = number("minutes", DEFAULT_MINUTES if minutes is None else minutes, 0)
-    hidden = number("hidden", hidden, 0)
+    hidden, seed = number("hidden", hidden, 0), integer("seed", seed, 0)
     model = unwrapped_model(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BlockSparseError.expected("model", "parameters to train (call model.requires_grad_(True))", "none")
-    check_parameters("model", model)
-    block_size = default_block_size(model) if block_size is None else block_size
+    check_finite_parameters(model)
+    block_size = checked_block(default_block_size(model) if block_size is None else block_size)
     if teacher is not None:
         teacher = unwrapped_model(teacher, "teacher")
-        check_parameters("teacher", teacher)
+        check_finite_parameters(teacher, "teacher")
     run_folder = None if folder is None else RunFolder(folder)
     budget = Budget(minutes, steps)
     read = Data.read(data)
     reader = BatchReader(model, loss)
     labels = reader.count_labels([*read.train, *read.held_out])
-    example = first_example(reader, read) if example is None else example
+    example = first_example(reader, read.held_out) if example is None else example
     skip = skip_by_name(model, skip)
     if run_folder is not None:
         run_folder.settings = {
             "density": density,
-            "block_size": [int(size) for size in checked_block(block_size)],
+            "block_size": list(block_size),
             "skip": sorted({*map(str, [skip] if isinstance(skip, str | nn.Module) else skip)}),
             "hidden": hidden,
             "model": _checksum(model),
@@ -152,7 +152,7 @@ def compress(
     distillation = Distillation(teacher, copy_model(model), output=kind, hidden=hidden)
     run = CompressionRun(
         dense_model=dense_model,
-        training=Training(distillation, reader, read, budget, integer("seed", seed, 0)),
+        training=Training(distillation, reader, read, budget, seed),
         target=density,
         block_size=block_size,
         example=example,

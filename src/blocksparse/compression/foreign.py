@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..convert import to_dense
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, first_line
 from ..files import path_of, read_json
 from ..layout import BlockLayout
 from ..state_indices import layout_of_indices
@@ -90,8 +90,11 @@ def _read_files(path: Path) -> dict[str, Any]:
     """Return the tensors of a file, or of the safetensors files of a folder."""
     if path.is_dir():
         index = path / INDEX
-        single = "pytorch_model.bin" if (path / "pytorch_model.bin").is_file() else "model.safetensors"
-        names = sorted(set(_weight_map(index).values())) if index.is_file() else [single]
+        single = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).is_file()][:1]
+        names = sorted(set(_weight_map(index).values())) if index.is_file() else single
+        if not names:
+            expected = f"a folder with model.safetensors, {INDEX} or pytorch_model.bin"
+            raise BlockSparseError.expected("checkpoint", expected, path)
         return {key: tensor for name in names for key, tensor in _read_files(path / name).items()}
     try:
         if path.suffix == ".safetensors":
@@ -108,8 +111,7 @@ def _read_files(path: Path) -> dict[str, Any]:
         hint = (
             ". Load it where its library is installed, and pass the state dict" if "weights_only" in str(error) else ""
         )
-        first = str(error).strip().split("\n")[0]
-        raise BlockSparseError.expected("checkpoint", FORMATS, f"{path}: {first}{hint}") from error
+        raise BlockSparseError.expected("checkpoint", FORMATS, f"{path}: {first_line(error)}{hint}") from error
     raise BlockSparseError.expected("checkpoint", FORMATS, path)
 
 
@@ -190,7 +192,7 @@ def _dense(name: str, value: Any) -> Tensor:
         with torch.sparse.check_sparse_tensor_invariants():
             return _checked(value.detach()).to_dense()
     except (RuntimeError, NotImplementedError) as error:
-        raise BlockSparseError.expected(name, "a valid sparse tensor", str(error).split("\n")[0]) from error
+        raise BlockSparseError.expected(name, "a valid sparse tensor", first_line(error)) from error
 
 
 def _parts(value: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.inputs import by_called_module, products
 from ..surgery.model_tools import evaluation_mode, parameter_device, split_arguments
 from ..surgery.prunable import Prunable
-from .batches import BatchReader, Data
+from .batches import BatchReader
 
 # Seconds of a timing.
 SECONDS = 2.0
@@ -27,7 +27,7 @@ SECONDS = 2.0
 BUSY_FACTOR = 1.5
 
 
-def check_parameters(argument: str, model: nn.Module) -> None:
+def check_finite_parameters(model: nn.Module, argument: str = "model") -> None:
     """Raise a BlockSparseError that names a parameter of a model without values, or with inf or NaN."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter) or parameter.is_meta:
@@ -43,9 +43,9 @@ def default_block_size(model: nn.Module) -> int:
     return 16 if any(each.dtype == torch.float32 and each.device.type == "cpu" for each in parameters) else 32
 
 
-def first_example(reader: BatchReader, data: Data) -> Example:
-    """Return the model's arguments from the first held-out batch, to time calls with."""
-    args, kwargs = reader.arguments(data.held_out[0])
+def first_example(reader: BatchReader, batches: Sequence[Any]) -> Example:
+    """Return the model's arguments from the first of some batches, to time calls with."""
+    args, kwargs = reader.arguments(batches[0])
     return kwargs or tuple(args)
 
 

@@ -47,7 +47,7 @@ def fit_at_densities(dense: nn.Module, batches: list[Any], layouts: Sequence[Lay
         problems: dict[tuple[str, ...], _Centered] = {}
         for olds, news, chosen in zip(dense_products, new_products, layouts, strict=True):
             for old, new in zip(olds.get(name, ()), news.get(name, ()), strict=True):
-                if not passes.reached[name].rows.get(old.name):
+                if not passes.reached[name].total(old):
                     continue  # called without rows, such as an expert that gets no token
                 key = tuple(weight.name for weight in old.weights)
                 if key not in problems:

@@ -107,7 +107,7 @@ class RunFolder:
             self._has_warned = True
 
     def _check_settings(self, stored: Any) -> None:
-        """Raise a BlockSparseError unless a run with the stored settings may be resumed; older ones are fewer."""
+        """Raise a BlockSparseError unless a run with the stored settings may be resumed; older versions have fewer."""
         different = self._differences(stored)
         if different is None:
             raise BlockSparseError.expected("folder", f"no other {BEST} (use another folder)", f"one in {self.path}")

@@ -316,7 +316,12 @@ class CompressionRun:
 
     def _better_one_shot(self, point: Point) -> OneShot | None:
         """Return the model fitted in one shot if it is better than a point of the curve, else None."""
-        return self.one_shot if self.one_shot is not None and score(self.one_shot.point) > score(point) else None
+        if self.one_shot is None:
+            return None
+        fitted = self.one_shot.point
+        if fitted.metric is None or point.metric is None:  # resumed with another `evaluate`: compare the losses
+            fitted, point = replace(fitted, metric=None), replace(point, metric=None)
+        return self.one_shot if score(fitted) > score(point) else None
 
     def _start_from(self, one_shot: OneShot) -> None:
         """Train a copy of the model fitted in one shot from now on."""
@@ -413,7 +418,7 @@ class CompressionRun:
         # Before layers become dense again, which changes the point.
         is_fit = self.one_shot is not None and self.curve[-1] == self.one_shot.point
         self._densify_slower()
-        tied = tied_names(self.student)  # of which `report` says so
+        tied = tied_names(self.student)  # `report` explains these itself
         record_reasons(self.student, {name: why for name, why in self.dense_reasons.items() if name not in tied})
         for name, module in self.student.named_modules():
             module.training = modes.get(name, module.training)

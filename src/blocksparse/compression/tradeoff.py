@@ -31,7 +31,15 @@ from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from ..surgery.tied import untie_output_layers
 from ..topology.drawings.style import COLORS, figure_and_axes, save
 from .batches import BatchReader, Data
-from .measures import SpeedUps, calls_weights, check_parameters, default_block_size, density_of, sparse_modules
+from .measures import (
+    SpeedUps,
+    calls_weights,
+    check_finite_parameters,
+    default_block_size,
+    density_of,
+    first_example,
+    sparse_modules,
+)
 from .one_shot import fit_at_densities
 from .result import Point, curve_table, draw_curve
 
@@ -88,11 +96,13 @@ class Tradeoff:
         points: the dense model and the model at each density, fitted to the data but not trained.
         layers: the layers, those that take most time first.
         samples: how many held-out samples the agreement was measured on.
+        options: the other arguments of the calls that `recommendation` shows, such as ", block_size=16".
     """
 
     points: tuple[Point, ...]
     layers: tuple[LayerShare, ...]
     samples: int = 0
+    options: str = ""
 
     @property
     def recommendation(self) -> str:
@@ -120,13 +130,13 @@ class Tradeoff:
             best = max(ready, key=lambda point: point.speedup)
             result = f"{best.speedup:.1f} times the speed at {best.agreement:.1%} agreement"
             yield f"Density {best.density:.2g} gives {result}, without training:"
-            yield f"    bs.sparsify(model, {best.density:.2g}, data=data)"
+            yield f"    bs.sparsify(model, {best.density:.2g}, data=data{self.options})"
         fast = max(sparse, key=lambda point: point.speedup)
         if fast not in ready:
             reached = max(0.0, fast.agreement)
             result = f"{fast.speedup:.1f} times the speed at {reached:.1%} agreement"
             yield f"Density {fast.density:.2g} gives {result}, and needs training:"
-            yield f"    bs.compress(model, data, {fast.density:.2g})"
+            yield f"    bs.compress(model, data, {fast.density:.2g}{self.options})"
         fragile = [layer for layer in self.layers if layer.agreement < FRAGILE and layer.time < LITTLE_TIME]
         fragile = sorted(fragile, key=lambda layer: layer.agreement)[:MAX_FRAGILE]
         if fragile:
@@ -224,8 +234,9 @@ def tradeoff(
     targets = [positive_fraction("densities", density) for density in densities]
     begin = time.monotonic()
     model = unwrapped_model(model)
-    check_parameters("model", model)
+    check_finite_parameters(model)
     block_size = default_block_size(model) if block_size is None else block_size
+    options = f", block_size={block_size}" + (", skip=skip" if skip != () else "")
     skip, model = skip_by_name(model, skip), copy_model(model)
     untie_output_layers(model)
     read = Data.read(data)
@@ -240,8 +251,7 @@ def tradeoff(
     held_out = _limit(reader, read.held_out, LAYERS_SECONDS / len(weights_of))
     calibration = _limit(reader, read.calibration(), PASS_SECONDS)
     if example is None:
-        args, kwargs = reader.arguments(_limit(reader, read.held_out[:1], EXAMPLE_SECONDS)[0])
-        example = kwargs or tuple(args)
+        example = first_example(reader, _limit(reader, read.held_out[:1], EXAMPLE_SECONDS))
     measure_agreement = _Agreement(model, reader, held_out)
     times = _time_shares(model, example, list(weights_of))
     names = {module: name for name, module in model.named_modules()}
@@ -259,18 +269,18 @@ def tradeoff(
         _layouts(model, candidates, target, calibration if is_observed else None, example)
         for target in progress(targets, "densities timed:")
     ]
-    points, speedups = [Point(1.0, 1.0, 1.0)], SpeedUps(model, example)
+    points, speedups, before = [Point(1.0, 1.0, 1.0)], SpeedUps(model, example), sparse_modules(model)
     seconds = FIT_SECONDS / (len(weights_of) * len(targets))
     is_fast = is_observed and _limit(reader, calibration, seconds)[-1] is calibration[-1]
     to_sparsify = [{name: layout for name, layout in each.items() if layout.density < 1} for each in chosen]
     models = _fitted_models(model, candidates, to_sparsify, block_size, calibration, is_fast=is_fast)
     for sparse, layouts in zip(models, chosen, strict=True):
         full = sum(candidates.weights[name].tensor.numel() for name, each in layouts.items() if each.density == 1)
-        speedup = speedups.measure(sparse) if sparse_modules(sparse) else 1.0
+        speedup = speedups.measure(sparse) if sparse_modules(sparse) - before else 1.0
         minutes = (time.monotonic() - begin) / 60
-        points.append(Point(density_of(sparse, full=full), speedup, measure_agreement(sparse), minutes=minutes))
+        points.append(Point(density_of(sparse, before, full), speedup, measure_agreement(sparse), minutes=minutes))
     samples = sum(map(sample_count, held_out))
-    return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)), samples)
+    return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)), samples, options)
 
 
 def _possible(densities: list[float], candidates: Survey) -> list[float]:

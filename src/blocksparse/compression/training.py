@@ -122,7 +122,7 @@ class Training:
         self._bytes = 0
         self._order: list[int] = []
         self._uses_batch_statistics = True
-        self._shown = self._last_shown = 0.0
+        self._first_step_time = self._last_shown = 0.0
 
     @property
     def student(self) -> nn.Module:
@@ -391,8 +391,8 @@ class Training:
     def _show(self, loss: float) -> None:
         """Show the state on stderr: in a line of the terminal, or else in a new line every 30 seconds."""
         now, is_terminal = time.monotonic(), sys.stderr.isatty()
-        self._shown = self._shown or now
-        if now - self._shown < (PROGRESS_DELAY if is_terminal else LINE_SECONDS):
+        self._first_step_time = self._first_step_time or now
+        if now - self._first_step_time < (PROGRESS_DELAY if is_terminal else LINE_SECONDS):
             return
         if now - self._last_shown > (0.5 if is_terminal else LINE_SECONDS):
             self._print(f"{self.label}, loss {loss:.3g}, {self.budget.left()}")
