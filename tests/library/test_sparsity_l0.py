@@ -195,3 +195,11 @@ def test_sixteen_bits_copies_and_autocast():
     method = L0Gates(model, samples=10, block_size=4)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x.float()).dtype == torch.bfloat16
+
+
+def test_the_penalty_follows_the_model_to_its_device():
+    layer = nn.Linear(300, 300).half()
+    method = L0Gates(layer, samples=9, block_size=300)
+    assert method.penalty().isfinite(), "the block has more weights than the largest float16"
+    layer.to("meta")
+    assert method.penalty().is_meta

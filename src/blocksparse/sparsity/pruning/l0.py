@@ -120,7 +120,8 @@ class L0Gates(GatedPruner):
         gates = {name: HardConcreteGate(blocks, self.dense[name], closed) for name, blocks in self.blocks.items()}
         with torch.no_grad():
             self._counts = {
-                name: blocks.sums(torch.ones_like(self.dense[name])) for name, blocks in self.blocks.items()
+                name: blocks.sums(torch.ones_like(self.dense[name], dtype=torch.float32))
+                for name, blocks in self.blocks.items()
             }
         self._attach(gates)
 
@@ -129,7 +130,7 @@ class L0Gates(GatedPruner):
         total = torch.zeros((), device="cpu")
         for name, gate in self.gates.items():
             dense = self.dense[name]
-            price = self.strength * self._counts[name]
+            price = self.strength * self._counts[name].to(gate.log_alpha)
             if self.weight_decay:
                 price = price + self.weight_decay / 2 * self.blocks[name].sums(dense.to(price.dtype).square())
             total = total + (open_probability(gate.log_alpha) * price).sum()
