@@ -285,6 +285,35 @@ def test_a_step_allocates_no_more_than_a_tile(monkeypatch):
     assert seen.most <= tile
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        (bs.nn.Linear, (8, 8), {}, (8,), {}),
+        (bs.nn.Linear, (8, 8), {"activation": "gelu"}, (8,), {"gate": torch.arange(4.0).double()}),
+        (bs.nn.Conv2d, (8, 8, (2, 3)), {"activation": "silu"}, (8, 4, 5), {"margins": ((1, 0), (1, 1))}),
+        (bs.nn.ConvTranspose1d, (8, 8, 2, 2), {"activation": "gelu"}, (8, 5), {"output_size": (11,)}),
+    ],
+    ids=["input", "gate", "margins", "output_size"],
+)
+def test_keyword_arguments_of_a_call_are_recorded(call):
+    kind, arguments, options, size, keywords = call
+    torch.manual_seed(0)
+    layer = kind(*arguments, block_size=4, dtype=torch.float64, **options)
+    watch = GradientWatch(layer)
+    layer(input=torch.randn(3, *size).double(), **keywords).square().sum().backward()
+    (_, norms), *_ = gradient_norms(watch.passes, layer.layout, getattr(layer, "kernel_size", ()))
+    expected = layer.values.grad.flatten(1).norm(dim=1)
+    gate = keywords.get("gate", torch.ones(4))
+    torch.testing.assert_close(norms.flatten() * gate, expected)
+
+
+def test_causal_convolutions_grow_blocks():
+    layer = bs.nn.Causal2d(bs.nn.Conv2d(8, 8, (2, 3), block_size=2, density=0.5), "down")
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
+    layer(torch.randn(2, 8, 4, 5)).square().sum().backward()
+    assert method.step()
+
+
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)

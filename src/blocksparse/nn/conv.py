@@ -21,6 +21,7 @@ from .research.circular import circular_pad
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
+Margins = Sequence[tuple[int, int]]
 
 
 class ConvolutionCall(LayoutModule):
@@ -83,15 +84,26 @@ class ConvCall(ConvolutionCall):
     padding: Any
     padding_mode: str
 
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
-        """Return activation(W * x + bias) for any bias and activation."""
+    def compute(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        gate: Tensor | None = None,
+        *,
+        margins: Margins | None = None,
+    ) -> Tensor:
+        """Return activation(W * x + bias) for any bias and activation; see `forward` for `margins`."""
         self._check(x)
-        if self.padding_mode == "zeros" or self.padding == "valid":
-            return self._convolve(x, bias, activation, padding=self.padding, gate=gate)
-        return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
+        padding: Any = self.padding if margins is None else margins
+        if margins is None and self.padding_mode != "zeros" and self.padding != "valid":
+            x, padding = self.padded(x), 0
+        return self._convolve(x, bias, activation, padding=padding, gate=gate)
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Return the image with its padding on all sides, in the padding mode."""
+    def padded(self, x: Tensor, around: Margins | None = None) -> Tensor:
+        """Return the image with its padding on all sides, in the padding mode; `around` is `margins` of `forward`."""
+        if around is not None:
+            return F.pad(x, [size for axis in reversed(around) for size in axis])
         if self.padding == "valid":
             return x
         if self.padding_mode == "circular":
@@ -162,14 +174,9 @@ class _Conv(ConvCall, Convolution):
         self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
-    def forward(
-        self, input: Tensor, gate: Tensor | None = None, *, margins: Sequence[tuple[int, int]] | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, gate: Tensor | None = None, *, margins: Margins | None = None) -> Tensor:
         """Compute the convolution; `margins`, (before, behind) for each axis, replace `padding` by zeros if given."""
-        if margins is None:
-            return self.compute(input, self.bias, self.activation, gate)
-        self._check(input)
-        return self._convolve(input, self.bias, self.activation, padding=margins, gate=gate)
+        return self.compute(input, self.bias, self.activation, gate, margins=margins)
 
 
 class Conv2d(_Conv):
@@ -275,10 +282,10 @@ class _ConvTranspose(Convolution):
     ) -> Tensor:
         """Return activation(W * x + bias) for any bias and activation."""
         self._check(x)
-        more = self.output_padding if output_size is None else self._output_padding(x, output_size)
+        more = self.output_padding if output_size is None else self.output_padding_for(x, output_size)
         return self._convolve(x, bias, activation, padding=self.padding, output_padding=more, gate=gate)
 
-    def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
+    def output_padding_for(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
         """Return the padding that gives outputs of this size, as torch.nn.ConvTranspose2d does."""
         expected = tuple(output_size)[-self.axes :]
         axes = zip(x.shape[-self.axes :], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)

@@ -37,14 +37,14 @@ class LinearModule(LayoutModule):
         """Return activation(input W^T + bias); see `compute`."""
         return self.compute(input, self.bias, self.activation)
 
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, *gate: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
         """Return activation(x W^T + bias), with x and the bias padded to whole blocks.
 
         Args:
             x: `[..., in_features]`.
             bias: `[out_features]` or None; it need not be the layer's own.
             activation: a name as in the constructor, or None.
-            gate: nothing, or one factor per block `[nnz]`, for products that accept a gate.
+            gate: one factor per block `[nnz]`, for products that accept a gate; None (default) for none.
         """
         layout = self.layout
         padded_out, padded_in = layout.shape
@@ -54,7 +54,8 @@ class LinearModule(LayoutModule):
             x = F.pad(x, (0, padded_in - self.in_features))
         if bias is not None and padded_out != self.out_features:
             bias = F.pad(bias, (0, padded_out - self.out_features))
-        y = self._product(x, self._tensor("values"), layout, bias, activation, *gate)
+        more = () if gate is None else (gate,)
+        y = self._product(x, self._tensor("values"), layout, bias, activation, *more)
         return y if padded_out == self.out_features else y[..., : self.out_features]
 
     def _tensor(self, name: str) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ...nn.conv import Convolution
+from ...nn.conv import ConvCall, Convolution, Margins
 from ...nn.linear import Linear
 from ..lines import Lines
 from ..selection import TieBreak, hash_positions, mark_smallest
@@ -50,16 +50,17 @@ class ConvolutionPass:
     Args:
         x: input with its padding, `[n, in, *sizes]`.
         grad: gradient of the output before any activation, `[n, out, *sizes]`.
-        layer: the layer, for its strides and paddings.
+        layer: the convolution, for its strides and paddings.
     """
 
-    def __init__(self, x: Tensor, grad: Tensor, layer: Convolution):
+    def __init__(self, x: Tensor, grad: Tensor, layer: Any):
         self.x, self.grad = _pad_features(x, layer.layout.shape[1]), _pad_features(grad, layer.layout.shape[0])
         self.kernel, self.axes = layer.kernel_size, layer.axes
-        output_padding = getattr(layer, "output_padding", None)
-        self.transposed = output_padding is not None
-        padding = layer.padding if self.transposed else (0,) * self.axes  # else x has it
-        self.geometry = (layer.stride, padding, layer.dilation, self.transposed, output_padding or (0,) * self.axes)
+        self.transposed = not isinstance(layer, ConvCall)
+        padding = more = (0,) * self.axes  # the x of a convolution has its padding
+        if self.transposed:
+            padding, more = layer.padding, layer.output_padding_for(x, grad.shape)
+        self.geometry = (layer.stride, padding, layer.dilation, self.transposed, more)
 
     def weight_gradient(self, rows: slice, columns: slice) -> Tensor:
         """Return the gradient of the weights of some outputs and inputs, `[rows, columns, *kernel]`."""
@@ -88,7 +89,7 @@ class GradientWatch:
         self.replicas: list[Any] = []
         if layer.part is None:
             # It must run before FSDP2's hook, which frees the gathered parameters.
-            self._hook = layer.register_forward_hook(_WeakHook(self), prepend=True)
+            self._hook = layer.register_forward_hook(_WeakHook(self), prepend=True, with_kwargs=True)
         else:  # inputs and outputs of `forward` are those of the whole layer, not of this tensor-parallel part
             layer.compute = _WatchedCompute(self)  # type: ignore[method-assign]
 
@@ -106,10 +107,16 @@ class GradientWatch:
             finite = [one for one in self.passes if one.grad.isfinite().all() & one.x.isfinite().all()]
             self.passes = finite or self.passes
 
-    def record(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
+    def record(
+        self, output: Tensor, x: Tensor, bias: Tensor | None, activation: str | None, *args: Any, **options: Any
+    ) -> None:
         """Register a hook that, in backward, appends the input and the gradient before the activation to `passes`.
 
         Does nothing if the output needs no gradient.
+
+        Args:
+            output: the result of the layer's `compute`.
+            x, bias, activation, args, options: the arguments of that call.
         """
         if not output.requires_grad:
             return
@@ -120,11 +127,13 @@ class GradientWatch:
         if activation not in (None, "relu"):
             kind: Any = type(layer)
             with torch.no_grad():  # in the dtype that autocast may have changed
-                pre_activation = kind.compute(layer, x.to(layer.values.dtype), bias, None)
-        output.register_hook(partial(self._backward, x, pre_activation, activation))
+                pre_activation = kind.compute(layer, x.to(layer.values.dtype), bias, None, *args, **options)
+        output.register_hook(partial(self._backward, x.detach(), options.get("margins"), pre_activation, activation))
 
     @torch.no_grad()
-    def _backward(self, x: Tensor, pre_activation: Tensor, activation: str | None, grad: Tensor) -> None:
+    def _backward(
+        self, x: Tensor, margins: Margins | None, pre_activation: Tensor, activation: str | None, grad: Tensor
+    ) -> None:
         """Append to `passes` the input x and the gradient before the activation, from the output's gradient `grad`."""
         layer, grad = self.layer, grad.detach()
         if activation == "relu":  # the output has the same sign
@@ -137,8 +146,9 @@ class GradientWatch:
             return
         if x.dim() == layer.axes + 1:
             x, grad = x[None], grad[None]
-        padded = getattr(layer, "padded", lambda x: x)
-        self.passes.append(ConvolutionPass(padded(x), grad, layer))
+        if isinstance(layer, ConvCall):
+            x = layer.padded(x, margins)
+        self.passes.append(ConvolutionPass(x, grad, layer))
 
 
 class _WeakHook:
@@ -151,9 +161,13 @@ class _WeakHook:
         # Copying or saving a layer copies its hooks; the copy must not record.
         return partial, (_no_op_hook,)
 
-    def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def __call__(
+        self, layer: Linear | Convolution, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
+    ) -> None:
         if (watch := self.watch()) is not None:
-            watch.record(inputs[0].detach(), layer.bias, layer.activation, output)
+            options = dict(options)
+            x, *args = inputs or (options.pop("input"),)
+            watch.record(output, x, layer.bias, layer.activation, *args, **options)
 
 
 class _WatchedCompute:
@@ -169,7 +183,7 @@ class _WatchedCompute:
     def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None, *args: Any, **options: Any) -> Tensor:
         y: Tensor = type(self.layer).compute(self.layer, x, bias, activation, *args, **options)
         if (watch := self.watch()) is not None:
-            watch.record(x.detach(), bias, activation, y)
+            watch.record(y, x, bias, activation, *args, **options)
         return y
 
 
