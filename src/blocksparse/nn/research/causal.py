@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
+from ..conv import ConvCall
 from ..weight_norm import WeightNorm
 
 SHIFTS = ("down", "down_right")
@@ -68,22 +70,28 @@ class Causal2d(_Banded):
     def __init__(self, module: nn.Module, shift: str):
         if shift not in SHIFTS:
             raise BlockSparseError.expected("shift", f"one of {', '.join(SHIFTS)}", repr(shift))
-        conv = module.module if isinstance(module, WeightNorm) else module
+        conv: Any = module.module if isinstance(module, WeightNorm) else module
         kernel: tuple[int, ...]
         kernel, padding = getattr(conv, "kernel_size", ()), getattr(conv, "padding", None)
-        if len(kernel) != 2 or padding not in ((0, 0), "valid"):
+        is_convolution = isinstance(conv, nn.Conv2d | ConvCall)
+        if not is_convolution or len(kernel) != 2 or padding not in ((0, 0), "valid"):
             raise BlockSparseError.expected("module", "a Conv2d without padding", repr(module))
-        height, width = kernel
-        if shift == "down" and width % 2 == 0:
+        if shift == "down" and kernel[1] % 2 == 0:
             raise BlockSparseError.expected("module", 'a kernel of odd width with "down"', repr(module))
-        super().__init__(height - 1)
+        above, beside = (step * (size - 1) for step, size in zip(conv.dilation, kernel, strict=True))
+        super().__init__(above)
         self.module, self.shift = module, shift
-        self.fuses_padding = getattr(conv, "accepts_margins", False)
-        self.sides = (width // 2, width // 2) if shift == "down" else (width - 1, 0)
+        self.sides = (beside // 2, beside // 2) if shift == "down" else (beside, 0)
+
+    @property
+    def _fuses_padding(self) -> bool:
+        """Whether the module accepts margins; functions such as `densify` replace the module."""
+        conv = self.module.module if isinstance(self.module, WeightNorm) else self.module
+        return getattr(conv, "accepts_margins", False)
 
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor
-        if self.fuses_padding and not self.in_bands:
+        if self._fuses_padding and not self.in_bands:
             y = self.module(input, margins=((self.rows, 0), self.sides))
         else:
             y = self.module(self._extended(input, *self.sides))
