@@ -199,6 +199,37 @@ def test_layouts_of_inputs_and_projections():
     assert module(torch.randn(3, 2, 32))[0].shape == (3, 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        ("lstm", {"input_layout": bs.patterns.dense((32, 20), (8, 4))}),
+        ("gru", {"input_layout": bs.patterns.dense((96, 20), (32, 4))}),
+        ("mlstm", {"input_layout": bs.patterns.dense((32, 20), (8, 4))}),
+        ("lstm", {"proj_size": 10, "proj_layout": bs.patterns.dense((12, 32), (4, 16))}),
+    ],
+    ids=["lstm", "gru", "mlstm", "projection"],
+)
+def test_layouts_of_inputs_and_projections_alone_pad_the_units(cell, options):
+    kind = {"lstm": bs.nn.LSTM, "gru": bs.nn.GRU, "mlstm": bs.nn.MultiplicativeLSTM}[cell]
+    torch.manual_seed(0)
+    module = kind(20, 27, 2, **options)
+    x = torch.randn(7, 5, 20)
+    close(module(x)[0].detach(), bs.densify(module)(x)[0].detach(), 2e-6)
+
+
+def test_layouts_that_fit_no_common_padding_are_refused():
+    layout, inputs = bs.patterns.dense((40, 40), 8), bs.patterns.dense((64, 64), 32)
+    with pytest.raises(bs.BlockSparseError, match="the layout of weight_hh_l0: expected shape"):
+        bs.nn.LSTM(64, 40, layout=layout, input_layout=inputs)
+    projection = bs.patterns.dense((16, 64), 8)
+    with pytest.raises(bs.BlockSparseError, match="proj_layout: expected None without a projection"):
+        bs.nn.LSTM(64, 64, proj_layout=projection)
+    with pytest.raises(bs.BlockSparseError, match="density: expected None if a layout is given"):
+        bs.nn.LSTM(64, 64, proj_size=16, density=0.5, proj_layout=projection)
+    with pytest.raises(bs.BlockSparseError, match="layout: expected a BlockLayout, got list"):
+        bs.nn.LSTM(64, 64, proj_size=16, proj_layout=[[1]])
+
+
 # -- the other cells, written down once more -----------------------------------------------------------------------
 
 

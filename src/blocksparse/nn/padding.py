@@ -8,9 +8,9 @@ from torch import Tensor
 from ..layout import BlockLayout
 
 
-def padded_to(size: int, block: int | None) -> int:
-    """Round a size up to a multiple of the block; without a block, return it."""
-    return size if block is None else -(-size // block) * block
+def padded_to(size: int, block: int) -> int:
+    """Round a size up to a multiple of the block."""
+    return -(-size // block) * block
 
 
 def padded_shape(shape: tuple[int, int], block_shape: tuple[int, int]) -> tuple[int, int]:

@@ -71,17 +71,22 @@ class Recurrent(MultiWeightModule):
         self.hidden_size = integer("hidden_size", hidden_size, 1)
         self.num_layers = integer("num_layers", num_layers, 1)
         integer("proj_size", self.proj_size, 0, below=self.hidden_size, of="hidden_size")
-        self._check_layouts(layout, input_layout)
+        self._check_layouts(layout, input_layout, self._proj_layout)
+        if self._proj_layout is not None and not self.proj_size:
+            expected = "None without a projection (or pass proj_size)"
+            raise BlockSparseError.expected("proj_layout", expected, repr(self._proj_layout))
         self.bias, self.batch_first, self.bidirectional = bool(bias), bool(batch_first), bool(bidirectional)
         self.dropout = number("dropout", dropout, 0, 1)
         # Block-sparse gates are padded to whole blocks, and with them everything that has a hidden size.
-        block = None
-        if layout is not None or self._layouts:
-            block = math.lcm(*(size for each in (layout, *self._layouts.values()) if each for size in each.block_shape))
-        elif density is not None:
-            block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
-        self._hidden = Size(self.hidden_size, padded_to(self.hidden_size, block))
-        self._output = Size(self.proj_size, padded_to(self.proj_size, block)) if self.proj_size else self._hidden
+        blocks = [each.block_shape for each in (layout, *self._layouts.values()) if each is not None]
+        blocks += [] if density is None else [BlockLayout([[True]], block_size).block_shape]
+        block = math.lcm(*(size for block_shape in blocks for size in block_shape))
+        rows_of_inputs = 1 if input_layout is None else input_layout.block_shape[0]
+        of_outputs, of_hidden = (1, 1) if self._proj_layout is None else self._proj_layout.block_shape
+        hidden = padded_to(self.hidden_size, math.lcm(block, rows_of_inputs, of_hidden))
+        self._hidden = self._output = Size(self.hidden_size, hidden)
+        if self.proj_size:
+            self._output = Size(self.proj_size, padded_to(self.proj_size, math.lcm(block, of_outputs)))
         for layer in range(self.num_layers):
             for direction in range(self.directions):
                 self._add_cell(layer, direction, layout, input_layout if layer == 0 else None)
