@@ -23,8 +23,8 @@ def prune_gated_blocks(
     """Remove the blocks whose gate is 0 from a module and from the gate, in place.
 
     The gated module computes the same as before, and training continues as if these gates stayed 0: values, gate and
-    the optimizer's state for both follow. To fold a gate that is no longer trained into the values, call
-    `module.values.mul_(gate[:, None, None])`.
+    the optimizer's state for both follow. To fold a gate that is no longer trained into the values:
+    `with torch.no_grad(): module.values.mul_(gate.view(-1, *[1] * (module.values.dim() - 1)))`.
 
     Args:
         module: any block-sparse module.
