@@ -49,7 +49,7 @@ class TrainingMethod:
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called, after which all other calls raise."""
+        """Whether `finish` was called, after which `step`, `penalty`, `finish` and loading raise."""
         return False
 
     def step(self) -> bool:

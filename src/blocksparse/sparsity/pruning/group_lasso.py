@@ -86,6 +86,7 @@ class GroupLasso(DensePruner):
 
     def penalty(self) -> Tensor:
         """Return strength * sum_g ||w_g||, a differentiable scalar; add it to the loss in mode "penalty" only."""
+        self._check_unfinished("penalty")
         total: Tensor | float = 0.0
         for name, dense in self.dense.items():
             blocks = self.blocks[name].fold(dense if dense.dtype == torch.float64 else dense.float())

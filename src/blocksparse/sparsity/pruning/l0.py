@@ -127,6 +127,7 @@ class L0Gates(GatedPruner):
 
     def penalty(self) -> Tensor:
         """Return (1 / N) sum P(z != 0) (weight_decay w^2 / 2 + lambda) over all weights, a differentiable scalar."""
+        self._check_unfinished("penalty")
         total = torch.zeros((), device="cpu")
         for name, gate in self.gates.items():
             dense = self.dense[name]
