@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import blocksparse as bs
 from blocksparse.sparsity import L0Gates
 from blocksparse.sparsity.pruning.l0 import final_gate, open_probability, sampled_gate
 from loops import update
@@ -141,6 +142,17 @@ def test_density_limit():
     expected = layer.eval()(torch.eye(5)).detach()
     sparse = method.finish()
     torch.testing.assert_close(sparse(torch.eye(5)), expected)
+
+
+def test_another_optimizer_needs_the_gates():
+    model = nn.Linear(8, 8)
+    weights = list(model.parameters())
+    method = L0Gates(model, torch.optim.SGD(weights, lr=0.1), samples=10, block_size=4)
+    with pytest.raises(bs.BlockSparseError, match=r"an optimizer with the parameter weight\.log_alpha"):
+        method.use_optimizer(torch.optim.SGD(weights, lr=0.1))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    method.use_optimizer(other)
+    assert method.optimizer is other
 
 
 def test_log_alpha_stays_in_its_range():

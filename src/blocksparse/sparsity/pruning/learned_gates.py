@@ -54,14 +54,18 @@ class GatedPruner(DensePruner):
         lr: float | None = None,
         **options: Any,
     ):
+        self.gates: dict[str, Any] = {}
         super().__init__(model, optimizer, **options)
         self.lr = None if lr is None else number("lr", lr, 0)
-        self.gates: dict[str, Any] = {}
         self._settled = False
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the method learns, one `[out_blocks, in_blocks]` for each weight."""
         return [parameter for gate in self.gates.values() for parameter in gate.parameters()]
+
+    def _named_parameters(self) -> dict[str, Tensor]:
+        learned = {f"{name}.{key}": each for name, gate in self.gates.items() for key, each in gate.named_parameters()}
+        return super()._named_parameters() | learned
 
     def _attach(self, gates: dict[str, Any]) -> None:
         """Parametrize the weights by these gates. Call it after all checks, since it changes the model."""
