@@ -218,6 +218,21 @@ def test_a_model_in_8_bits(any_backend):
     assert not list(small.parameters())
 
 
+def test_a_layer_with_a_transposed_weight_gets_its_class_back():
+    class Transposed(torch.nn.Module):
+        """The Conv1D of transformers: its weight is `[in, out]`."""
+
+        def __init__(self, out_features, in_features):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(in_features, out_features))
+
+    net = torch.nn.Sequential(bs.nn.Linear(50, 70, density=0.5, block_size=16))
+    net[0].dense_kind = Transposed
+    dense = bs.densify(bs.quantize(net))[0]
+    assert type(dense) is Transposed
+    torch.testing.assert_close(dense.weight, bs.densify(net)[0].weight, atol=0.01, rtol=0)
+
+
 def test_weights_of_a_weight_norm_are_refused_until_they_are_folded():
     layer = bs.nn.WeightNorm(bs.nn.Linear(32, 32, density=0.5, block_size=16))
     net = torch.nn.Sequential(layer, bs.nn.Linear(32, 32, density=0.5, block_size=16))

@@ -17,8 +17,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import Weight, check_parameters
 from ..nn.multi_weight import MultiWeightModule
 from ..nn.multihead_attention import MultiheadAttention
-from ..nn.quantized import QuantizedLinear
-from ..nn.quantized_conv import QuantizedConv
+from ..nn.quantized import QuantizedLayer
 from ..nn.quantized_lstm import QuantizedWeight
 from ..nn.weight_norm import WeightNorm
 from ..surgery.carry import carry_over, carry_parameter, own_names
@@ -33,7 +32,6 @@ DENSE: dict[Any, Any] = {Linear: nn.Linear}
 SEVERAL: dict[Any, Any] = {ours: theirs for theirs, ours in RECURRENT.items() if ours is not LSTM}
 SEVERAL |= {MultiheadAttention: nn.MultiheadAttention}
 DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.items())}
-QUANTIZED = QuantizedLinear, QuantizedConv
 Convert = Callable[[Tensor], Tensor]
 
 
@@ -98,7 +96,7 @@ def _is_sparse(module: nn.Module) -> bool:
         return _is_sparse(module.module)
     if isinstance(module, MultiWeightModule):
         return type(module) in SEVERAL or any(isinstance(child, LayoutModule) for child in module.children())
-    return type(module) in DENSE or isinstance(module, QUANTIZED)
+    return type(module) in DENSE or isinstance(module, QuantizedLayer)
 
 
 class _Densifier:
@@ -121,7 +119,7 @@ class _Densifier:
         name = self._names.get(module, "")
         if isinstance(module, MultiWeightModule):
             return self._with_several_weights(module, name)
-        if isinstance(module, QUANTIZED):
+        if isinstance(module, QuantizedLayer):
             return self.dense(carry_over(module, module.dequantized(), name))
         layer: Any = module.module if isinstance(module, WeightNorm) else module
         new = self._layer(layer) if layer is module else self._normed(module)

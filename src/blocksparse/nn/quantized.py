@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,41 @@ def copy_settings(module: nn.Module, kind: type[nn.Module]) -> Any:
     return new
 
 
-class QuantizedLinear(QuantizedModule, LinearModule):
+class QuantizedLayer(QuantizedModule):
+    """The base of int8 layers with one weight; subclasses define the product."""
+
+    kind: ClassVar[Any]
+    """The class of the floating-point layer."""
+    activation: str | None
+    bias: Tensor | None
+    compute: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, layer: Any, scale: str = "block") -> Self:
+        """Quantize a layer, with `scale` as in `blocksparse.quantize`.
+
+        Raises:
+            BlockSparseError: the layer is of another kind, its values are float64 or not finite, or a wrong `scale`.
+        """
+        values, scales = quantized_values(layer, cls.kind, scale)
+        new: Self = copy_settings(layer, cls)
+        new.set_buffers(values, scales, None if layer.bias is None else layer.bias.detach().clone())
+        return new
+
+    def dequantized(self) -> Any:
+        """Return a floating-point layer with the quantized weight, in the dtype of the bias."""
+        layer: Any = copy_settings(self, self.kind)
+        layer.values = nn.Parameter(self.dequantized_values(torch.float32 if self.bias is None else self.bias.dtype))
+        layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
+        layer.reset_layout_buffers(self.values.device)
+        return layer
+
+    def forward(self, input: Tensor, gate: None = None) -> Tensor:
+        refuse_gate(gate)
+        return self.compute(input, self.bias, self.activation)
+
+
+class QuantizedLinear(QuantizedLayer, LinearModule):
     """A `Linear` with an int8 weight and a float32 scale for each output of a block; for inference.
 
     `blocksparse.quantize` and `of` make it. Inputs are quantized in each call. The weight takes about a quarter of the
@@ -147,44 +182,7 @@ class QuantizedLinear(QuantizedModule, LinearModule):
     (2018), with dynamic quantization as in torch.ao.nn.quantized.dynamic.Linear.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        layout: BlockLayout,
-        values: Tensor,
-        scales: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-    ):
-        super().__init__(layout, values, scales)
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.register_buffer("bias", None if bias is None else bias.detach())
-
-    @classmethod
-    def of(cls, layer: Linear, scale: str = "block") -> Self:
-        """Quantize a layer, with `scale` as in `blocksparse.quantize`.
-
-        Raises:
-            BlockSparseError: the layer is not a `Linear`, its values are float64 or not finite, or a wrong `scale`.
-        """
-        values, scales = quantized_values(layer, Linear, scale)
-        sizes = layer.in_features, layer.out_features
-        bias = None if layer.bias is None else layer.bias.detach().clone()
-        return cls(*sizes, layer.layout, values, scales, bias, layer.activation)
-
-    def dequantized(self) -> Linear:
-        """Return a `Linear` with the quantized weight, in the dtype of the bias."""
-        options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
-        layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
-        layer.values = nn.Parameter(self.dequantized_values(torch.float32 if self.bias is None else self.bias.dtype))
-        layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
-        layer.reset_layout_buffers(self.values.device)
-        return layer.train(self.training)
-
-    def forward(self, input: Tensor, gate: None = None) -> Tensor:
-        refuse_gate(gate)
-        return super().forward(input)
+    kind = Linear
 
     def _product(
         self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None

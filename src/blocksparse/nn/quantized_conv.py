@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layout import BlockLayout
 from ..ops.int8_conv import int8_conv
 from .conv import Conv1d, Conv2d, Conv3d, ConvCall
-from .quantized import QuantizedModule, copy_settings, quantized_values, refuse_gate
+from .quantized import QuantizedLayer
 
 
-class QuantizedConv(QuantizedModule, ConvCall):
+class QuantizedConv(QuantizedLayer, ConvCall):
     """The base of int8 convolutions."""
-
-    kind: ClassVar[Any]
-    """The class of the floating-point layer."""
-
-    @classmethod
-    def of(cls, layer: Any, scale: str = "block") -> Self:
-        """Quantize a convolution, with `scale` as in `blocksparse.quantize`.
-
-        Raises:
-            BlockSparseError: the layer is not a convolution of this kind, its values are float64 or not finite, or a
-                wrong `scale`.
-        """
-        values, scales = quantized_values(layer, cls.kind, scale)
-        new: Self = copy_settings(layer, cls)
-        new.set_buffers(values, scales, None if layer.bias is None else layer.bias.detach().clone())
-        return new
-
-    def dequantized(self) -> Any:
-        """Return a convolution with the quantized weight, in the dtype of the bias."""
-        layer: Any = copy_settings(self, self.kind)
-        layer.values = nn.Parameter(self.dequantized_values(torch.float32 if self.bias is None else self.bias.dtype))
-        layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
-        layer.reset_layout_buffers(self.values.device)
-        return layer
-
-    def forward(self, input: Tensor, gate: None = None) -> Tensor:
-        refuse_gate(gate)
-        return self.compute(input, self.bias, self.activation)
 
     def function(
         self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, *, gate: None, **steps: Any
