@@ -188,6 +188,10 @@ def test_others_are_refused(mlp, any_backend):
 def test_refusals_say_what_came():
     with pytest.raises(bs.BlockSparseError, match="got gate_proj torch's Linear, up_proj torch's Linear"):
         bs.nn.GatedMLP.of(Theirs(nn.SiLU()))
+    activated = sparse(Theirs(nn.SiLU()))
+    activated.up_proj.activation = "relu"
+    with pytest.raises(bs.BlockSparseError, match=r"got .*, up_proj blocksparse's Linear with relu, down_proj"):
+        bs.nn.GatedMLP.of(activated)
     with pytest.raises(bs.BlockSparseError, match=r"mlp: expected weights with data.*, got meta tensors"):
         bs.nn.GatedMLP.of(sparse(Theirs(nn.SiLU())).to("meta"))
 
@@ -220,6 +224,14 @@ def test_padding_and_activations_of_its_layers_count(sizes, activated, any_backe
     expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), expected)
+
+
+def test_two_block_sizes(any_backend):
+    mlp = sparse(Theirs(nn.SiLU()))
+    mlp.up_proj = bs.nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features, block_size=4, bias=False)
+    x = torch.randn(3, mlp.up_proj.in_features)
+    with torch.no_grad():
+        torch.testing.assert_close(bs.nn.GatedMLP.of(mlp)(x), mlp(x))
 
 
 def test_compiles(any_backend):

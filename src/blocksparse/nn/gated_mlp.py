@@ -77,7 +77,7 @@ class GatedMLP(nn.Module):
         """Make a GatedMLP that shares the layers of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`.
 
         Raises:
-            BlockSparseError: the module does not have these layers, block-sparse with one block size, or it computes
+            BlockSparseError: the module does not have these layers, block-sparse without activations, or it computes
                 something else, which is tested with some random tokens in training and in evaluation mode.
 
         >>> import torch, blocksparse as bs
@@ -93,11 +93,10 @@ class GatedMLP(nn.Module):
         >>> fused = bs.nn.GatedMLP.of(mlp)
         """
         layers: list[Any] = [getattr(mlp, name, None) for name in PROJECTIONS]
-        ours = all(isinstance(layer, Linear) and layer.activation is None for layer in layers)
-        if not ours or layers[0].layout.block_shape != layers[1].layout.block_shape:
-            kinds = [f"{type(layer).__module__.split('.')[0]}'s {type(layer).__name__}" for layer in layers]
-            got = ", ".join(f"{name} {kind}" for name, kind in zip(PROJECTIONS, kinds, strict=True))
-            raise BlockSparseError.expected("mlp", "gate_proj, up_proj and down_proj, blocksparse.nn.Linear", got)
+        if not all(isinstance(layer, Linear) and layer.activation is None for layer in layers):
+            got = ", ".join(f"{name} {_kind(layer)}" for name, layer in zip(PROJECTIONS, layers, strict=True))
+            expected = "gate_proj, up_proj and down_proj, blocksparse.nn.Linear without activations"
+            raise BlockSparseError.expected("mlp", expected, got)
         others = {name for name, _ in mlp.named_children()} - {*PROJECTIONS, "act_fn"}
         if others or _has_hooks(mlp):
             got = f"others ({', '.join(sorted(others))})" if others else "hooks on the module itself"
@@ -121,7 +120,8 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return down(activation(gate(x)) * up(x)); one kernel computes gate and up if nothing must see their calls."""
         gate, up = self.gate_proj, self.up_proj
-        if torch.compiler.is_compiling() or not (_is_product_only(gate) and _is_product_only(up)):
+        can_fuse = not torch.compiler.is_compiling() and _is_product_only(gate) and _is_product_only(up)
+        if not can_fuse or gate._layout.block_shape != up._layout.block_shape:
             hidden = ACTIVATIONS[self.activation](gate(x)) * up(x)
         else:
             weights = gate.values, gate.layout, up.values, up.layout
@@ -130,6 +130,12 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+def _kind(layer: Any) -> str:
+    """Describe a layer's class and activation, for an error."""
+    activation = f" with {layer.activation}" if isinstance(layer, Linear) and layer.activation else ""
+    return f"{type(layer).__module__.split('.')[0]}'s {type(layer).__name__}{activation}"
 
 
 def _is_product_only(layer: Any) -> bool:
