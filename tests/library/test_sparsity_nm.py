@@ -76,8 +76,13 @@ BAD = [(function, *case) for function in ("nm_mask", "nm_permutation", "nm_effic
     ("nm_permutation", {"seed": 0.5}, "seed: expected an int, 0 or more"),
     ("nm_permutation", {"weight": torch.full((2, 8), torch.nan)}, "weight: expected finite numbers"),
     *(
-        ("nm_efficacy", {"order": order}, "order: expected a permutation of 8 columns")
-        for order in (torch.arange(7), torch.zeros(8).long(), torch.arange(8) - 1)
+        ("nm_efficacy", {"order": order}, rf"order: expected each of 0 to 7 once, got shape \[{got}$")
+        for order, got in (
+            (torch.arange(7), r"7\] without 7"),
+            (torch.zeros(8).long(), r"8\] without 1"),
+            (torch.arange(8) - 1, r"8\] without 7"),
+            (torch.arange(9), r"9\]"),
+        )
     ),
 ]
 
@@ -121,7 +126,9 @@ def test_the_layout_computes_what_the_mask_does():
 
 
 def test_bad_arguments_of_layouts():
-    with pytest.raises(bs.BlockSparseError, match="weight: expected a multiple of 4 inputs, got 3"):
+    with pytest.raises(
+        bs.BlockSparseError, match=r"weight: expected a multiple of 4 blocks.*, got 3: 24 inputs in blocks of 8"
+    ):
         bs.sparsity.nm_layout(torch.zeros(8, 24), block_size=8)
     with pytest.raises(bs.BlockSparseError, match="block_size: expected a positive int"):
         bs.sparsity.nm_layout(torch.zeros(8, 24), block_size=0)

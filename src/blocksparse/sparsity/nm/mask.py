@@ -75,6 +75,10 @@ def nm_layout(
     check_norm(norm)
     block = checked_block(block_size)
     rows, cols = (-(-size // side) for size, side in zip(weight.shape, block, strict=False))
+    check_nm(n, m)
+    if cols % m:
+        expected = f"a multiple of {m} blocks in each row (pass a smaller block_size, or another m)"
+        raise BlockSparseError.expected("weight", expected, f"{cols}: {weight.shape[1]} inputs in blocks of {block[1]}")
     weight = weight.detach().flatten(2) if weight.dim() > 2 else weight.detach().unsqueeze(2)
     weight = F.pad(weight, (0, 0, 0, cols * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0]))
     blocks = weight.reshape(rows, block[0], cols, block[1], -1)

@@ -86,7 +86,9 @@ def nm_efficacy(weight: Tensor, order: Tensor | None = None, n: int = 2, m: int 
     order = nm_permutation(weight, n, m) if order is None else order
     columns = torch.as_tensor(order, device="cpu").to(rows.device)
     if columns.shape != (count,) or not torch.equal(columns.sort().values, torch.arange(count, device=rows.device)):
-        raise BlockSparseError.expected("order", f"a permutation of {count} columns", list(columns.shape))
+        missing = sorted({*range(count)} - {*columns.flatten().tolist()})
+        got = f"shape {list(columns.shape)}" + (f" without {missing[0]}" if missing else "")
+        raise BlockSparseError.expected("order", f"each of 0 to {count - 1} once", got)
     default = _kept_magnitude(rows, n, m)
     free = rows.topk(count * n // m).values.sum().item()
     return (_kept_magnitude(rows[:, columns], n, m) - default) / (free - default) if free > default else 0.0
