@@ -1,5 +1,7 @@
 """Layout changes in place: values and optimizer state follow."""
 
+import copy
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -151,6 +153,20 @@ def test_sync_ema_follows_the_model():
             bs.sparsity.sync_ema(model, other)
     with pytest.raises(bs.BlockSparseError, match="model: expected one with block-sparse weights, got Linear"):
         bs.sparsity.sync_ema(nn.Linear(2, 2), mean)
+    with pytest.raises(bs.BlockSparseError, match="sync_ema: a layout changed outside of `model`"):
+        bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), on_layout_change=goes_along).step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda all: pickle.loads(pickle.dumps(all))], ids=["copy", "saved"])
+def test_sync_ema_of_a_copy_follows_the_copy(copied):
+    model = bs.nn.Linear(40, 64, density=0.3, block_size=8)
+    mean = copy.deepcopy(model)
+    method = bs.sparsity.SET(model, on_layout_change=bs.sparsity.sync_ema(model, mean))
+    before = model.layout
+    model_copy, mean_copy, method_copy = copied((model, mean, method))
+    assert method_copy.step()
+    assert mean_copy.layout == model_copy.layout != before
+    assert model.layout == mean.layout == before
 
 
 @pytest.mark.parametrize("kernel", [(), (2, 3)], ids=["matrix", "kernel"])

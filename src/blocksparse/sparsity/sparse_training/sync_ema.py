@@ -46,16 +46,25 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
             "into it, as in other.load_state_dict(model.state_dict()), before the layouts change"
         )
         raise BlockSparseError.expected("other", expected, [module.layout for module in copied_modules])
-    copies = dict(zip(sparse_modules, copied_modules, strict=True))
+    return _ChangeOfCopies(dict(zip(sparse_modules, copied_modules, strict=True)))
+
+
+class _ChangeOfCopies:
+    """A function that applies a module's change of layout to its copy. Unlike a closure, it can be copied and saved."""
+
+    def __init__(self, copies: dict[BlockSparseModule, BlockSparseModule]):
+        self.copies = copies
 
     @torch.no_grad()
-    def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-        weight, copied = handle_of(module), handle_of(copies[module])
+    def __call__(self, module: BlockSparseModule, source: Tensor) -> None:
+        if module not in self.copies:
+            raise BlockSparseError(
+                "sync_ema: a layout changed outside of `model`: pass the model that the method changes"
+            )
+        weight, copied = handle_of(module), handle_of(self.copies[module])
         local = torch.from_numpy(weight.local_positions)
         if not weight.is_split_like(copied):
             expected = "copies sharded as the model is (apply fully_shard to both in the same way)"
             raise BlockSparseError.expected("other", expected, type(copied.parameter).__name__)
         new = weight.local[source[local.to(source.device)] < 0]
         copied.set_layout(weight.layout, source, new)
-
-    return on_layout_change
