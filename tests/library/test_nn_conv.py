@@ -350,6 +350,9 @@ def test_initialise_from_data_gives_mean_0_and_the_deviation(name):
     torch.testing.assert_close(std, torch.full((10,), 0.3), atol=1e-4, rtol=0)
     with pytest.raises(bs.BlockSparseError, match="module: expected one with a bias"):
         bs.nn.initialise_from_data(bs.nn.WeightNorm(nn.Linear(6, 3, bias=False)), torch.randn(2, 6))
+    activated = bs.nn.WeightNorm(bs.nn.Linear(6, 3, block_size=3, activation="relu"))
+    with pytest.raises(bs.BlockSparseError, match="expected one without an activation"):
+        bs.nn.initialise_from_data(activated, torch.randn(2, 6))
 
 
 # -- patterns of channels --------------------------------------------------------------------------------------------

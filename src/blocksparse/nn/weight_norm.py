@@ -186,6 +186,9 @@ class WeightNorm(Normed, nn.Module):
         bias = self.module.bias
         if not isinstance(bias, Tensor):
             raise BlockSparseError.expected("module", "one with a bias", repr(self.module))
+        if getattr(self.module, "activation", None) is not None:
+            expected = "one without an activation (apply it after the WeightNorm)"
+            raise BlockSparseError.expected("module", expected, repr(self.module))
         self.gain.fill_(1)
         bias.zero_()
         y = self.forward(*inputs, **options)
@@ -211,7 +214,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
         inputs: the arguments of its call.
 
     Raises:
-        BlockSparseError: the module of a `WeightNorm` has no bias.
+        BlockSparseError: the module of a `WeightNorm` has no bias, or it has an activation.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.WeightNorm(bs.nn.Linear(64, 32, density=0.5, block_size=8), scale=0.1)
