@@ -199,3 +199,11 @@ def test_all_steps_are_one_node_of_autograd(kind):
         return len(seen)
 
     assert nodes(2) == nodes(20)
+
+
+def test_repr_names_the_settings_that_are_not_the_defaults():
+    assert repr(bs.nn.RNN(8, 16, nonlinearity="relu", dropout=0.5)) == "RNN(8, 16, nonlinearity='relu', dropout=0.5)"
+    assert repr(bs.nn.RNNCell(8, 16, False, "relu")) == "RNNCell(8, 16, nonlinearity='relu', bias=False)"
+    assert repr(bs.nn.GRUCell(8, 16)) == "GRUCell(8, 16)"
+    assert repr(bs.nn.LSTM(8, 16, 2, bias=False, proj_size=4)) == "LSTM(8, 16, num_layers=2, bias=False, proj_size=4)"
+    assert repr(bs.nn.MultiplicativeLSTM(8, 16, weight_norm=False)) == "MultiplicativeLSTM(8, 16, weight_norm=False)"

@@ -45,9 +45,6 @@ class Cell(Recurrent):
         _, new = super().forward(input.unsqueeze(0), steps[0] if isinstance(hx, Tensor) else steps or None)
         return new.squeeze(0) if isinstance(new, Tensor) else tuple(state.squeeze(0) for state in new)
 
-    def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias else ", bias=False")
-
 
 class LSTMCell(Cell, LSTM):  # type: ignore[misc]
     """`torch.nn.LSTMCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.LSTM`.

@@ -316,9 +316,11 @@ class Recurrent(MultiWeightModule):
         return states[0], states[1]
 
     def extra_repr(self) -> str:
-        usual = {"num_layers": 1, "batch_first": False, "dropout": 0.0, "bidirectional": False, "proj_size": 0}
-        changed = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", *(f"{k}={v}" for k, v in changed.items())])
+        usual = {"num_layers": 1, "nonlinearity": "tanh", "bias": True, "batch_first": False, "dropout": 0.0}
+        usual |= {"bidirectional": False, "proj_size": 0, "weight_norm": True}
+        own = {name: getattr(self, name) for name in usual if hasattr(self, name)}
+        changed = [f"{name}={value!r}" for name, value in own.items() if value != usual[name]]
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *changed])
 
 
 def check_states(hx: Any) -> None:
