@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...checked import integer
 from ...errors import BlockSparseError
+from ...ops.checks import accumulator
 from .mask import check_inputs, check_nm, check_weight, nm_mask
 
 # Values that a step of the search computes at a time, chosen to fit in cache.
@@ -99,8 +100,7 @@ def _columns(weight: Tensor, n: int, m: int) -> Tensor:
     check_weight(weight)
     check_nm(n, m)
     check_inputs(weight.shape[1], m)
-    columns = weight.detach().abs().movedim(1, 0).flatten(1).contiguous()
-    columns = columns if columns.dtype == torch.float64 else columns.float()
+    columns = weight.detach().abs().movedim(1, 0).flatten(1).contiguous().to(accumulator(weight.dtype))
     if not columns.isfinite().all():
         raise BlockSparseError.expected("weight", "finite numbers", "inf or nan")
     return columns

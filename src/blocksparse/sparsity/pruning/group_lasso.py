@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...checked import number
 from ...errors import BlockSparseError
+from ...ops.checks import accumulator
 from ...surgery.prunable import Skip
 from ..selection import DensityLimit, dense_norms, normalize_by_size
 from .dense_pruner import DensePruner
@@ -89,7 +90,7 @@ class GroupLasso(DensePruner):
         self._check_unfinished("penalty")
         total: Tensor | float = 0.0
         for name, dense in self.dense.items():
-            blocks = self.blocks[name].fold(dense if dense.dtype == torch.float64 else dense.float())
+            blocks = self.blocks[name].fold(dense.to(accumulator(dense.dtype)))
             norms = torch.linalg.vector_norm(blocks, dim=self.blocks[name].inside)
             total = total + self.factors[name] * norms.sum()
         return self.strength * torch.as_tensor(total)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checked import integer, number
+from ...ops.checks import accumulator
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..selection import DensityLimit
@@ -43,8 +44,7 @@ class HardConcreteGate(BlockGate):
 
     def __init__(self, blocks: Blocks, dense: Tensor, closed: float):
         super().__init__(blocks)
-        dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
-        start = torch.empty(blocks.grid, dtype=dtype, device=dense.device)
+        start = torch.empty(blocks.grid, dtype=accumulator(dense.dtype), device=dense.device)
         self.log_alpha = nn.Parameter(start.normal_(math.log((1 - closed) / closed), 0.01))
 
     def forward(self, weight: Tensor) -> Tensor:

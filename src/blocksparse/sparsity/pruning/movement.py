@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...checked import boolean, integer
+from ...ops.checks import accumulator
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ..lines import lines_of
@@ -44,8 +45,7 @@ class ScoreGate(BlockGate):
 
     def __init__(self, blocks: Blocks, dense: Tensor):
         super().__init__(blocks)
-        dtype = torch.float64 if dense.dtype == torch.float64 else torch.float32
-        self.scores = nn.Parameter(torch.zeros(blocks.grid, dtype=dtype, device=dense.device))
+        self.scores = nn.Parameter(torch.zeros(blocks.grid, dtype=accumulator(dense.dtype), device=dense.device))
         self.register_buffer("keep", torch.ones(blocks.grid, dtype=torch.bool, device=dense.device))
 
     def forward(self, weight: Tensor) -> Tensor:

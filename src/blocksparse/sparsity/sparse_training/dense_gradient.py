@@ -18,6 +18,7 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ...nn.conv import ConvCall, Convolution, Margins
 from ...nn.linear import Linear
+from ...ops.checks import accumulator
 from ..lines import Lines
 from ..selection import TieBreak, hash_positions, mark_smallest
 from .dynamic_sparsity import refuse_tensor_parallel_in_ddp
@@ -346,7 +347,7 @@ def _best_of_columns(places: np.ndarray, norms: np.ndarray, tie_break: TieBreak)
 
 
 def _pad_features(tensor: Tensor, features: int) -> Tensor:
-    """Convert to float32 unless float64, and pad axis 1 with zeros to `features`."""
-    tensor = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    """Convert to the dtype of sums, and pad axis 1 with zeros to `features`."""
+    tensor = tensor.to(accumulator(tensor.dtype))
     missing = features - tensor.shape[1]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing]) if missing else tensor

@@ -9,6 +9,7 @@ import torch
 
 from ...checked import boolean, integer, number
 from ...indices import Replacement
+from ...ops.checks import accumulator
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, replace_blocks
 from ...surgery.weight_handle import WeightHandle
@@ -132,8 +133,7 @@ def nearest_zero(
         return np.zeros(nnz, dtype=bool)
     if values.shape[1:].numel() != 1:
         return mark_smallest(stored_norms(weight, norm), round(zeta * nnz), tie_break)
-    wide = values if values.dtype == torch.float64 else values.float()
-    weights = weight.gather(wide.reshape(-1)).cpu().numpy()
+    weights = weight.gather(values.to(accumulator(values.dtype)).reshape(-1)).cpu().numpy()
 
     def smallest(side: np.ndarray) -> np.ndarray:
         """Return the positions of the smallest weights among these positions."""
