@@ -84,8 +84,7 @@ class LSTM(Recurrent):
         These are one call of the compiled core per layer in inference, PyTorch's LSTM for dense weights, or the general
         forward pass.
         """
-        in_inference = table is None and not torch.is_grad_enabled()
-        if in_inference and (result := self._fast_inference(input, hx)) is not None:
+        if table is None and (result := self._fast_inference(input, hx)) is not None:
             y, h, c = result
             return y, (h, to_dtype(c, y.dtype if hx is None else hx[1].dtype))
         x = input.data if isinstance(input, PackedSequence) else input
@@ -155,6 +154,4 @@ class LSTM(Recurrent):
         (input_weight, *weights), (input_layout, layout, *projections) = zip(*pairs, strict=True)
         x, h, input_weight, bias, *weights = cast(x, h, input_weight, bias, *weights)
         cell = recurrent.LSTM(steps, input_layout, layout, *projections)
-        if input_layout is not None and input_layout.shape[1] != x.shape[1]:
-            x = pad(x, input_layout)
-        return scan(cell, x, index, h, c, input_weight, bias, *weights)
+        return scan(cell, pad(x, input_layout), index, h, c, input_weight, bias, *weights)

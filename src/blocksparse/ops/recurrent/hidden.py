@@ -53,7 +53,8 @@ class Hidden(Recurrence):
                 states.after[t].copy_(next_state(self.kind, inputs[t], of_state, bias, states.before[t]))
                 if not steps.aligned:
                     states.advance(t)
-        y = empty(steps.rows, h.shape[1], h).copy_(states.all_after)
+        # `.data`, because autograd would take y for a view, and refuse writes into it.
+        y = empty(steps.rows, h.shape[1], h).copy_(states.all_after) if keep else states.all_after.data
         return (y, states.final.clone()), (products, states.all_before, states.all_after) if keep else ()
 
     def backward(self, tensors: Any, saved: Any, grads: tuple[Tensor, ...], needed: Sequence[bool]) -> Tensors:

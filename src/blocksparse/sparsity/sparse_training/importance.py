@@ -109,8 +109,7 @@ def importance(module: BlockSparseModule | WeightHandle) -> Tensor:
     weight = handle_of(module)
     layout, used = weight.layout, weight.used
     sums = stored_norms(weight, "mean").astype(np.float64) * weight.local.shape[1:].numel()
-    rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
-    total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
+    total = np.bincount(layout.row_of_block, weights=sums, minlength=layout.grid[0])
     if used is None:
         neurons = np.full(layout.grid[0], layout.block_shape[0])
     else:
