@@ -97,7 +97,7 @@ def of_blocks():
 def test_steps_are_the_definition(block, indexed, dtype, calls):
     width = 5 if BLOCKS[block] == (24, 40) else 3
     gate = bs.BlockLayout(np.eye(5 if width == 5 else 3, 3, dtype=bool) | hub(5)[:width, :3], BLOCKS[block])
-    steps = Steps.equal(3, 2, reverse=indexed)
+    steps = Steps((2,) * 3, reverse=indexed)
     check(recurrent.LSTM(steps, None, stacked(gate)), tensors_of(steps, gate, dtype, indexed), dtype)
     assert [pass_ for pass_, _ in calls] == ["forward"] * 3
 
@@ -118,13 +118,13 @@ def test_block_rows_that_come_in_parts(calls):
 def test_the_weight_gradient_of_all_gates_together(calls, monkeypatch):
     gpu_of = fused_gates.gpu_of
     monkeypatch.setattr(fused_gates, "gpu_of", lambda device: replace(gpu_of(device), multiprocessors=1))
-    gate, steps = bs.BlockLayout(hub(5), 16), Steps.equal(2, 33)  # more rows than a step of the kernel takes
+    gate, steps = bs.BlockLayout(hub(5), 16), Steps((33,) * 2)  # more rows than a step of the kernel takes
     check(recurrent.LSTM(steps, None, stacked(gate)), tensors_of(steps, gate, torch.float16), torch.float16)
     assert calls[-1] == ("wgrad", False)
 
 
 def test_a_multiplicative_lstm_has_such_steps(calls):
-    gate, steps = bs.BlockLayout(hub(3), 16), Steps.equal(2, 2)
+    gate, steps = bs.BlockLayout(hub(3), 16), Steps((2,) * 2)
     x, index, h, c, v, b, w = tensors_of(steps, gate, torch.float16)
     u, m = torch.randn(48, 16).half() / 4, torch.randn(gate.values_shape).half() / 7
     recurrence = recurrent.MultiplicativeLSTM(steps, None, None, stacked(gate), gate)
@@ -133,7 +133,7 @@ def test_a_multiplicative_lstm_has_such_steps(calls):
 
 
 def test_without_gradients_nothing_else_comes_out():
-    gate, steps = bs.BlockLayout(hub(3), 16), Steps.equal(2, 2)
+    gate, steps = bs.BlockLayout(hub(3), 16), Steps((2,) * 2)
     tensors = tensors_of(steps, gate, torch.bfloat16)
     with running("triton-tuned"):
         device = torch.empty(0).device
@@ -146,7 +146,7 @@ def test_without_gradients_nothing_else_comes_out():
 
 
 def test_an_empty_batch():
-    gate, steps = bs.BlockLayout(hub(3), 16), Steps.equal(2, 0)
+    gate, steps = bs.BlockLayout(hub(3), 16), Steps((0,) * 2)
     with running("triton-tuned"):
         device = torch.empty(0).device
         tensors = [t if t is None else t.to(device) for t in tensors_of(steps, gate, torch.float16)]
@@ -169,7 +169,7 @@ def test_gates_with_different_layouts_are_not_fused(monkeypatch):
 
 
 def test_more_rows_than_kernels_count(monkeypatch):
-    gate, steps = bs.BlockLayout(hub(3), 8), Steps.equal(1, 20)
+    gate, steps = bs.BlockLayout(hub(3), 8), Steps((20,))
     with running("triton-tuned"):
         device = torch.empty(0).device
         tensors = [t if t is None else t.to(device) for t in tensors_of(steps, gate, torch.float16)]

@@ -15,11 +15,11 @@ from blocksparse.ops.recurrent.op import WeightProduct
 from linear_backends import CPU, FAST, SLOW, assert_close, assert_same_bits, running
 
 STEPS = {
-    "equal": Steps.equal(5, 3),
-    "equal-reverse": Steps.equal(5, 3, reverse=True),
+    "equal": Steps((3,) * 5),
+    "equal-reverse": Steps((3,) * 5, reverse=True),
     "ragged": Steps((4, 4, 2, 1, 1)),
     "ragged-reverse": Steps((4, 4, 2, 1, 1), reverse=True),
-    "one": Steps.equal(1, 1),
+    "one": Steps((1,)),
 }
 CELLS = ["lstm", "lstm-projected", "mlstm", "smallworld-1", "smallworld-2", "smallworld-4"]
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -132,7 +132,7 @@ def test_gradients_by_a_transposed_copy_of_dense_weights(cell, products, monkeyp
     monkeypatch.setattr(WeightProduct, "_copy", lambda self, layout: copies.append(layout) or make(self, layout))
     monkeypatch.setattr(op, "COPY_FEATURES", 32)
     monkeypatch.setattr(op, "COPY_TOKENS", 10)
-    check(cell, Steps.equal(4, 8), False, torch.float32, hidden=64)
+    check(cell, Steps((8,) * 4), False, torch.float32, hidden=64)
     # The eight tokens of the last step go without.
     assert len(copies) == 3 * products
 
@@ -193,7 +193,7 @@ def test_first_and_second_derivatives_equal_finite_differences(cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_each_weight_has_its_gradient_from_one_product(cell, monkeypatch):
-    recurrence, tensors = case(cell, Steps.equal(9, 8), True)
+    recurrence, tensors = case(cell, Steps((8,) * 9), True)
     tensors = cast(tensors, cell, torch.float32)
     calls = []
     backend = LINEAR.on(torch.device("cpu"), torch.float32)
@@ -205,7 +205,7 @@ def test_each_weight_has_its_gradient_from_one_product(cell, monkeypatch):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_same_bits_for_any_number_of_threads(cell):
-    recurrence, tensors = case(cell, Steps.equal(4, 80), True, hidden=64)  # rows in several parts
+    recurrence, tensors = case(cell, Steps((80,) * 4), True, hidden=64)  # rows in several parts
     tensors = cast(tensors, cell, torch.float32)
     assert_same_bits(lambda: outputs_and_gradients(lambda *leaves: scan(recurrence, *leaves), tensors), (1, 2, 1))
 

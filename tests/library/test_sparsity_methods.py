@@ -367,7 +367,7 @@ def pruned_mask(method, size, seed):
 def set_mask(size, seed):
     layer = bs.nn.Linear(20 * size, 20 * size, block_size=size)
     layer.values.data.fill_(0.5)
-    drop = nearest_zero(handle_of(layer), 0.6, tie_break=partial(hash_positions, seed=seed))
+    drop = nearest_zero(handle_of(layer), 0.6, "l2", partial(hash_positions, seed=seed))
     return ~torch.from_numpy(drop).view(20, 20)
 
 

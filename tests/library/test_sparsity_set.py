@@ -9,6 +9,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity.lines import lines_of
+from blocksparse.sparsity.selection import hash_positions
 from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.surgery.weight_handle import handle_of
 from blocksparse_lab.models.mlp import SparseMLP
@@ -79,9 +80,9 @@ def test_the_published_rule():
 
 def test_zeros_are_dropped_and_none_at_zeta_0():
     layer = layer_with([0.5, 0.0, -0.5, 0.0])
-    assert nearest_zero(handle_of(layer), 0.1).tolist() == [False, True, False, True]
-    assert not nearest_zero(handle_of(layer), 0).any()
-    assert nearest_zero(handle_of(layer), 1).all()
+    assert nearest_zero(handle_of(layer), 0.1, "l2", hash_positions).tolist() == [False, True, False, True]
+    assert not nearest_zero(handle_of(layer), 0, "l2", hash_positions).any()
+    assert nearest_zero(handle_of(layer), 1, "l2", hash_positions).all()
 
 
 @pytest.mark.parametrize("norm", ["l2", "mean"])
@@ -91,7 +92,7 @@ def test_blocks_go_by_magnitude(norm):
     size = blocks.norm(dim=1) if norm == "l2" else blocks.abs().mean(1)
     expected = torch.zeros(32, dtype=torch.bool)
     expected[size.argsort()[:10]] = True
-    assert nearest_zero(handle_of(layer), 0.3, norm).tolist() == expected.tolist()
+    assert nearest_zero(handle_of(layer), 0.3, norm, hash_positions).tolist() == expected.tolist()
 
 
 CASES = {

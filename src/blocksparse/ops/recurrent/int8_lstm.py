@@ -75,10 +75,10 @@ class _RoundedProduct:
             return linear_of(x, self.weight, None, bias)
         return int8_linear(x, self.weight, self.scales, self.layout, bias)
 
-    def on_rows(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def on_rows(self, x: Tensor) -> Tensor:
         """Return the product for checked rows `[tokens, in]`, without the checks of the public function."""
         if self.scales is None or self.layout is None:
-            return linear_of(x, self.weight, None, bias)
+            return linear_of(x, self.weight, None)
         backend = INT8_LINEAR.on(x.device, x.dtype)
-        y: Tensor = backend.int8_linear(x, self.weight, self.scales, bias, self.layout, None)
+        y: Tensor = backend.int8_linear(x, self.weight, self.scales, None, self.layout, None)
         return y

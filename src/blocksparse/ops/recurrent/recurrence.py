@@ -72,11 +72,6 @@ class Steps:
     order: Sequence[int] = field(init=False, repr=False, compare=False)
     """The steps in the order of time."""
 
-    @classmethod
-    def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
-        """Return the steps of sequences of one length."""
-        return cls((batch,) * steps, reverse)
-
     def __post_init__(self) -> None:
         sizes = self.sizes
         order = range(len(sizes))

@@ -13,7 +13,7 @@ from ...ops.checks import accumulator
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, replace_blocks
 from ...surgery.weight_handle import WeightHandle
-from ..selection import TieBreak, check_norm, hash_positions, mark_smallest, stored_norms
+from ..selection import TieBreak, check_norm, mark_smallest, stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
 from .growth import Init, check_init, draw_places, initial_values
 
@@ -106,10 +106,10 @@ class SET(DynamicSparsity):
 
     def _evolve(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> None:
         """Drop the blocks nearest zero of one weight, and grow the same number at random places."""
-        drop = self._select_drops(weight, generator, tie_break)
+        drop = self._select_drops(weight, tie_break)
         self._replace(weight, draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in), generator)
 
-    def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
+    def _select_drops(self, weight: WeightHandle, tie_break: TieBreak) -> np.ndarray:
         """Return a mask `[nnz]` of the blocks of one weight to drop."""
         return nearest_zero(weight, self.fraction(self.calls), self.norm, tie_break)
 
@@ -124,9 +124,7 @@ class SET(DynamicSparsity):
         replace_blocks(weight, change, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
 
 
-def nearest_zero(
-    weight: WeightHandle, zeta: float, norm: str = "l2", tie_break: TieBreak = hash_positions
-) -> np.ndarray:
+def nearest_zero(weight: WeightHandle, zeta: float, norm: str, tie_break: TieBreak) -> np.ndarray:
     """Return a mask `[nnz]` of the blocks that SET drops; see `SET`. `tie_break` orders equal blocks."""
     values, nnz = weight.local, weight.layout.nnz
     if zeta == 0:

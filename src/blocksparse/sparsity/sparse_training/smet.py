@@ -105,7 +105,7 @@ class SMET(SET):
         """Return the fraction of the blocks to drop in call t, counted from 1."""
         return self._ramp_factor(t) * cosine_decay(self.alpha, self.final_alpha, t, self.end)
 
-    def _select_drops(self, weight: WeightHandle, generator: np.random.Generator, tie_break: TieBreak) -> np.ndarray:
+    def _select_drops(self, weight: WeightHandle, tie_break: TieBreak) -> np.ndarray:
         count = round(self.fraction(self.calls) * weight.layout.nnz)
         return mark_smallest(stored_norms(weight, self.norm), count, tie_break)
 
