@@ -224,7 +224,10 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
         ),
         (["--data", "CSV", "--batch", "121"], "batch: expected an int from 1 to the rows to train on, 120, got 121"),
         (["--data", "CSV", "--batch", "60", "--epochs", "0"], "epochs: expected a positive int, got 0"),
-        (["--data", "CSV", "--batch", "60", "--epsilon", "0.0001"], "density: expected one that leaves a layer"),
+        (
+            ["--data", "CSV", "--batch", "60", "--epsilon", "0.0001"],
+            "epsilon: expected enough for one block of a layer",
+        ),
         (["--data", "CSV", "--batch", "60", "--zeta", "1.5"], "zeta: expected a number from 0 to 1, got 1.5"),
         (["--data", "CSV", "--batch", "60", "--dropout", "1"], "dropout: expected a number from 0 to below 1"),
         (["--data", "CSV", "--batch", "60", "--lr", "nan"], "learning_rate: expected a number, not negative"),

@@ -114,7 +114,7 @@ def test_padding_is_zero():
         ({"init": "zeros"}, "init: expected one of he, xavier, fan_in"),
         ({"seed": -1}, "seed: expected an int"),
         ({"epsilon": -1}, "epsilon: expected"),
-        ({"epsilon": 0.001}, "density: expected one that leaves a layer"),
+        ({"epsilon": 0.001}, "epsilon: expected enough for one block of a layer"),
         ({"density": 0.001}, r"the topology: expected connections in a layer \(8, 10\), got none"),
         ({"density": 1.5}, "density: expected a number from 0 to 1"),
         ({"density": torch.tensor(0.5)}, "density: expected a number from 0 to 1"),

@@ -46,14 +46,17 @@ def test_erdos_renyi():
     [
         (lambda: erk(LENET, 1.5), "density: expected a number above 0 and at most 1, got 1.5"),
         (lambda: erk(LENET, 0), "density: expected a number above 0 and at most 1, got 0"),
-        (lambda: erk([(1000, 1000), (2, 2)], 1e-7), "density: expected one that leaves a layer .* a block"),
+        (lambda: erk([(1000, 1000), (2, 2)], 1e-7), "density: expected enough for one block of .* larger density"),
         (lambda: erk([], 0.1), "shapes: expected one shape or more"),
         (lambda: erk(5, 0.1), "shapes: expected a list of shapes"),
         (lambda: erk(LENET, 0.1, kernel="a"), "kernel: expected True or False"),
         (lambda: erk([(3,)], 0.1), "shape: expected positive ints"),
         (lambda: erdos_renyi_density((10, 0), 1), "shape: expected positive ints"),
         (lambda: erdos_renyi_density((10, 10), -1), "epsilon: expected a finite number, 0 or more"),
-        (lambda: erdos_renyi_density((1000, 1000), 1e-4), "density: expected one that leaves a layer"),
+        (
+            lambda: erdos_renyi_density((1000, 1000), 1e-4),
+            "epsilon: expected enough for one block of .* larger epsilon",
+        ),
         (lambda: erdos_renyi_density((10, 10), 1, block_size=0), "block_size: expected"),
     ],
 )

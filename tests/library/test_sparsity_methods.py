@@ -567,7 +567,7 @@ BAD = {
     ]),
     "GroupLasso": (lambda: nn.Linear(8, 8), {"mode": "penalty"}, [
         ({"mode": "both"}, "mode: expected one of proximal, penalty, got 'both'"),
-        ({"mode": "proximal"}, "optimizer: expected the one whose learning rate is used, got None"),
+        ({"mode": "proximal"}, "optimizer: mode=.proximal. uses its learning rate"),
         ({"strength": -1}, "strength: expected a finite number, 0 or more, got -1"),
         ({"threshold": math.nan}, "threshold: expected a finite number, 0 or more, got nan"),
         ({"density": 2}, "density: expected a number above 0 and at most 1, got 2"),

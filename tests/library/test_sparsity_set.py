@@ -182,13 +182,15 @@ def test_values_that_init_returns_are_checked(kind):
         return torch.ones(shape, device="meta") if kind == "meta" else torch.ones(shape, dtype=kind)
 
     method = bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=init)
-    with pytest.raises(bs.BlockSparseError, match="what init returns: expected finite floating-point values"):
+    with pytest.raises(
+        bs.BlockSparseError, match="init: expected a function that returns finite floating-point values"
+    ):
         method.step()
 
 
 def test_what_init_returns_is_checked():
     method = bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=lambda *_: torch.ones(1))
-    with pytest.raises(bs.BlockSparseError, match="what init returns: expected a tensor"):
+    with pytest.raises(bs.BlockSparseError, match="init: expected a function that returns a tensor"):
         method.step()
 
 

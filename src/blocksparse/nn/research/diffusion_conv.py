@@ -153,12 +153,13 @@ def _transition(edges: Any, nodes: int, threshold: float) -> tuple[Any, int]:
     both = np.concatenate([i, j]), np.concatenate([j, i])
     adjacency = sparse.csr_array((np.ones(2 * i.size, dtype=bool), both), shape=(nodes, nodes)).astype(np.float64)
     degrees = np.asarray(adjacency.sum(0)).reshape(-1)
+    if not degrees.any():
+        raise BlockSparseError.expected("edges", "at least one edge between two nodes", "none")
     transition = (adjacency @ sparse.diags_array(1 / (degrees + 1))).tocsr()
     transition.data[transition.data <= threshold] = 0
     transition.eliminate_zeros()
     if transition.nnz == 0:
-        strongest = f"{1 / (degrees[degrees > 0].min() + 1):g}" if degrees.any() else "none"
-        raise BlockSparseError.expected(
-            "threshold", f"one that leaves an edge; the strongest transition is {strongest}", f"{threshold:g}"
-        )
+        strongest = 1 / (degrees[degrees > 0].min() + 1)
+        expected = f"one that leaves an edge; the strongest transition is {strongest:g}"
+        raise BlockSparseError.expected("threshold", expected, f"{threshold:g}")
     return transition, int(np.count_nonzero(degrees == 0))

@@ -79,7 +79,9 @@ class GroupLasso(DensePruner):
         if mode not in MODES:
             raise BlockSparseError.expected("mode", f"one of {', '.join(MODES)}", repr(mode))
         if mode == "proximal" and optimizer is None:
-            raise BlockSparseError.expected("optimizer", "the one whose learning rate is used", optimizer)
+            raise BlockSparseError(
+                'optimizer: mode="proximal" uses its learning rate: pass the optimizer, or mode="penalty"'
+            )
         self.mode, self.strength = mode, number("strength", strength, 0)
         self.threshold = number("threshold", threshold, 0)
         self.limit = DensityLimit(density, scope, self.blocks)

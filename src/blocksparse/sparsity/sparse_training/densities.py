@@ -30,7 +30,7 @@ def erdos_renyi_density(shape: Shape, epsilon: float, block_size: int | tuple[in
     """
     grid = _grid_with_kernel(shape, checked_block(block_size))[:2]
     density = min(1.0, number("epsilon", epsilon, 0) * sum(grid) / math.prod(grid))
-    _check_not_empty(density, grid, shape)
+    _check_not_empty("epsilon", density, grid, shape)
     return density
 
 
@@ -79,7 +79,7 @@ def erk(
         dense.update(i for i in rest if raw[i] == top)
     densities = [1.0 if i in dense else scale * raw[i] for i in range(len(grids))]
     for layer_density, grid, shape in zip(densities, grids, shapes, strict=True):
-        _check_not_empty(layer_density, grid[:2], shape)
+        _check_not_empty("density", layer_density, grid[:2], shape)
     return densities
 
 
@@ -91,7 +91,8 @@ def _grid_with_kernel(shape: Shape, block: tuple[int, int]) -> tuple[int, ...]:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1]), *shape[2:]
 
 
-def _check_not_empty(density: float, grid: Sequence[int], shape: Shape) -> None:
-    """Raise a BlockSparseError if a layer would store no block."""
+def _check_not_empty(name: str, density: float, grid: Sequence[int], shape: Shape) -> None:
+    """Raise a BlockSparseError about the argument `name` if a layer would store no block."""
     if round(density * grid[0] * grid[1]) < 1:
-        raise BlockSparseError.expected("density", f"one that leaves a layer {tuple(shape)} a block", f"{density:.3g}")
+        expected = f"enough for one block of a layer {tuple(shape)} (pass a larger {name}, or a smaller block_size)"
+        raise BlockSparseError.expected(name, expected, f"a density of {density:.3g}")

@@ -82,7 +82,8 @@ class DynamicSparsity(TrainingMethod):
             if weight.layout.nnz == 0:
                 raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(weight.layout))
             if weight.parameter in parameters:
-                raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
+                expected = "a parameter of one module (untie them, or name all but one in skip)"
+                raise BlockSparseError.expected(f"{name}.values", expected, "one that others share")
             parameters.add(weight.parameter)
         if any(isinstance(root, DistributedDataParallel) for root in self._roots):
             refuse_tensor_parallel_in_ddp(self.modules.values())

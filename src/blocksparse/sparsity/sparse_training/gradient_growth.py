@@ -51,8 +51,8 @@ class GradientGrowth(DynamicSparsity):
         """Start to watch the layers, after a check of their types."""
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
-                expected = "a linear layer or a convolution (or it in skip)"
-                raise BlockSparseError.expected(name or "modules", expected, type(module))
+                expected = "a linear layer or a convolution (name other layers in skip, or use SET)"
+                raise BlockSparseError.expected(name or "modules", expected, type(module).__name__)
         self._hook_optimizer()
         self._prepare()
 

@@ -65,10 +65,10 @@ def initial_values(
         values = init(weight.module, shape, generator)
         if not isinstance(values, Tensor) or tuple(values.shape) != shape:
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise BlockSparseError.expected("what init returns", f"a tensor {list(shape)}", got)
+            raise BlockSparseError.expected("init", f"a function that returns a tensor {list(shape)}", got)
         if not values.is_floating_point() or values.is_meta or not values.isfinite().all():
-            found = f"{values.dtype} on {values.device}, or inf or nan"
-            raise BlockSparseError.expected("what init returns", "finite floating-point values", found)
+            expected = "a function that returns finite floating-point values with data"
+            raise BlockSparseError.expected("init", expected, f"{values.dtype} on {values.device}, or inf or nan")
         values = values[torch.from_numpy(positions)]
     if (used := weight.used) is not None:
         height, width = weight.layout.block_shape

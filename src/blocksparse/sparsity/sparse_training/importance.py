@@ -67,7 +67,8 @@ class ImportancePruning(DynamicSparsity):
         self.begin = integer("begin", begin, 0)
         for name, module in self.modules.items():
             if isinstance(module, Weight):
-                raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
+                expected = "a linear layer or a convolution (name other layers in skip)"
+                raise BlockSparseError.expected(name, expected, type(module).__name__)
 
     def _change_layouts(self) -> None:
         """Drop the blocks of rows whose importance is below the percentile, except those that a column needs."""
