@@ -220,7 +220,7 @@ def test_calls_with_other_arguments(any_backend):
     small, x = bs.quantize(model())[0], torch.randn(4, 5, 8, 9)
     for wrong, message in (
         (lambda: small(x, torch.ones(3)), "no gates"),
-        (lambda: small(x[:, 1:]), r"x: expected \[n, 5, \*2 sizes\]"),
+        (lambda: small(x[:, 1:]), r"x: expected a tensor \[n, 5, height, width\], with or without n, got"),
         (lambda: small([x]), "x: expected a tensor"),
         (lambda: small(x.double()), "x: expected one of torch.float32"),
         (lambda: small(x.clone().requires_grad_()), "tensors without gradients"),

@@ -62,10 +62,12 @@ class ConvolutionCall(LayoutModule):
 
     def _check(self, x: Any) -> None:
         """Check that x is a tensor of this convolution's axes and channels."""
-        if not isinstance(x, Tensor) or x.dim() not in (self.axes + 1, self.axes + 2):
-            raise BlockSparseError.expected("x", f"a tensor [n, {self.in_channels}, *{self.axes} sizes]", shape_of(x))
-        if x.shape[-self.axes - 1] != self.in_channels:
-            raise BlockSparseError.expected("x", f"[n, {self.in_channels}, *{self.axes} sizes]", list(x.shape))
+        has_axes = isinstance(x, Tensor) and x.dim() in (self.axes + 1, self.axes + 2)
+        if not has_axes or x.shape[-self.axes - 1] != self.in_channels:
+            space = ", ".join(("length",) if self.axes == 1 else ("depth", "height", "width")[-self.axes :])
+            raise BlockSparseError.expected(
+                "x", f"a tensor [n, {self.in_channels}, {space}], with or without n", shape_of(x)
+            )
 
     def extra_repr(self) -> str:
         usual = {"stride": 1, "dilation": 1, "padding": 0, "padding_mode": "zeros", "output_padding": 0}
