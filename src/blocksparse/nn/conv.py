@@ -24,7 +24,7 @@ Ints = int | Sequence[int]
 Margins = Sequence[tuple[int, int]]
 
 
-class ConvolutionCall(LayoutModule):
+class ConvolutionModule(LayoutModule):
     """The forward pass of a convolution or transposed one, padded to whole blocks; subclasses define the product."""
 
     axes: int  # the number of axes of space
@@ -80,7 +80,7 @@ class ConvolutionCall(LayoutModule):
         )
 
 
-class ConvCall(ConvolutionCall):
+class PaddedConvolutionModule(ConvolutionModule):
     """The forward pass of a convolution, with its padding."""
 
     padding: Any
@@ -113,7 +113,7 @@ class ConvCall(ConvolutionCall):
         return F.pad(x, margins(self), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
 
-class Convolution(ConvolutionCall, BlockSparseModule):
+class Convolution(ConvolutionModule, BlockSparseModule):
     """The base of convolutions and transposed ones: parameters and their initialisation."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Convolution(ConvolutionCall, BlockSparseModule):
         self.draw_parameters(self.bias)
 
 
-class _Conv(ConvCall, Convolution):
+class _Conv(PaddedConvolutionModule, Convolution):
     accepts_margins = True  # in a call, see `forward`
 
     def __init__(

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 from ..ops.int8_conv import int8_conv
-from .conv import Conv1d, Conv2d, Conv3d, ConvCall
+from .conv import Conv1d, Conv2d, Conv3d, PaddedConvolutionModule
 from .quantized import QuantizedLayer
 
 
-class QuantizedConv(QuantizedLayer, ConvCall):
+class QuantizedConv(QuantizedLayer, PaddedConvolutionModule):
     """The base of int8 convolutions."""
 
     def function(

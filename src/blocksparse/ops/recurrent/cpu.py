@@ -230,16 +230,16 @@ class Norms(NamedTuple):
     z: Tensor  # [rows, 4 hidden], of the gates
     z_scale: Tensor  # [rows, 4], 1 / deviation of z
     normed: Tensor  # [depth, rows, hidden], of the steps within a time step
-    given: Tensor  # [depth, rows, hidden], the inputs of the products behind these norms
+    inputs: Tensor  # [depth, rows, hidden], the inputs of the products behind these norms
     scale: Tensor  # [depth, rows, 1], 1 / deviation of normed
 
     @classmethod
     def empty(cls, rows: int, depth: int, h: Tensor, c: Tensor) -> Norms:
         """Return memory for the norms, with the dtypes of h and c."""
         hidden = c.shape[1]
-        normed, given = (workspace.empty((depth, rows, hidden), h.dtype, h.device) for _ in range(2))
+        normed, inputs = (workspace.empty((depth, rows, hidden), h.dtype, h.device) for _ in range(2))
         z = workspace.empty((rows, 4 * hidden), h.dtype, h.device)
-        return cls(z, c.new_empty(rows, 4), normed, given, c.new_empty(depth, rows, 1))
+        return cls(z, c.new_empty(rows, 4), normed, inputs, c.new_empty(depth, rows, 1))
 
 
 def small_world_forward(
@@ -275,7 +275,7 @@ class SmallWorldGradients(NamedTuple):
     factors: Tensor  # [rows, hidden]
     terms: Tensor  # [rows, hidden]
     z: Tensor  # [rows, 4 hidden], at the input of the gates' norms
-    taken: Tensor  # [depth, rows, hidden], at the inputs of the other norms
+    products: Tensor  # [depth, rows, hidden], at the inputs of the other norms
     gains: Tensor  # [(depth + 4) hidden], of all norms, in the dtype of sums
     biases: Tensor  # [(depth + 4) hidden]
 
@@ -297,7 +297,7 @@ def small_world_backward(
         ("grad_factor", into.factors, (rows, hidden), dtype),
         ("grad_term", into.terms, (rows, hidden), dtype),
         ("grad_z", into.z.view(-1), (rows * 4 * hidden,), dtype),
-        ("grad_taken", into.taken, (depth, rows, hidden), dtype),
+        ("grad_taken", into.products, (depth, rows, hidden), dtype),
         ("grad_gains", into.gains, (affine,), SUM_DTYPES[dtype]),
         ("grad_biases", into.biases, (affine,), SUM_DTYPES[dtype]),
     ]
@@ -377,7 +377,7 @@ def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[CoreTe
         ("z", norms.z.view(-1), (rows * 4 * hidden,), dtype),
         ("z_scale", norms.z_scale.view(-1) if keep else None, (rows * 4,), state),
         ("normed", norms.normed if keep else None, (depth, rows, hidden), dtype),
-        ("given", norms.given, (depth, rows, hidden), dtype),
+        ("given", norms.inputs, (depth, rows, hidden), dtype),
         ("scale", norms.scale if keep else None, (depth, rows, 1), state),
     ]
 

@@ -99,7 +99,7 @@ class SmallWorldLSTM(Recurrence):
                 y = torch.addcmul(wide[k][1], normed, wide[k][0])
                 s = (y.mul_(factor[t]) if k == 0 else (y.add_(term[t]) if k == 1 else y).relu_()).to(s.dtype)
                 if keep:
-                    norms.normed[k, rows], norms.scale[k, rows], norms.given[k, rows] = normed, scale, s
+                    norms.normed[k, rows], norms.scale[k, rows], norms.inputs[k, rows] = normed, scale, s
             normed, scale = _norm(of_steps[depth].forward(s), 4, c.dtype)
             z = normed.to(s.dtype)
             if keep:
@@ -152,11 +152,11 @@ class SmallWorldLSTM(Recurrence):
                     grad_factors[rows] = grad * torch.addcmul(wide[0][1], normed, wide[0][0])
                     grad = grad * factor[t]
                 else:
-                    grad = torch.ops.aten.threshold_backward(grad, norms.given[k, rows], 0)
+                    grad = torch.ops.aten.threshold_backward(grad, norms.inputs[k, rows], 0)
                 if k == 1:
                     grad_terms[rows] = grad
-                into.taken[k, rows] = norm_backward(k, grad, normed, norms.scale[k, rows])
-                grad = of_steps[k].dgrad(into.taken[k, rows])
+                into.products[k, rows] = norm_backward(k, grad, normed, norms.scale[k, rows])
+                grad = of_steps[k].dgrad(into.products[k, rows])
             return grad
 
         in_core = core_weights(of_steps)
@@ -166,7 +166,7 @@ class SmallWorldLSTM(Recurrence):
             )
         else:
             _, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
-        inputs, grad_outputs = [h_before, *norms.given], [*into.taken, into.z]
+        inputs, grad_outputs = [h_before, *norms.inputs], [*into.products, into.z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(of_steps, grad_outputs, inputs, strict=True)]
         return (
             scatter_add_rows(grad_factors, factors, index),

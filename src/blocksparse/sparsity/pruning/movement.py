@@ -66,7 +66,7 @@ class MovementPruning(GatedPruner):
     Args:
         model, optimizer, lr, block_size, skip: see `DensePruner` and `GatedPruner`.
         density, begin, end, scope, seed, keep_lines: see `GradualPruning`; scores take the place of norms.
-        every: calls from one selection to the next, 1 by default.
+        every: calls from one selection to the next until `end`, 1 by default; after `end`, every call selects.
 
     Raises:
         BlockSparseError: as for `GradualPruning`.

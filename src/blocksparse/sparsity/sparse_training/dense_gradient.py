@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ...nn.conv import ConvCall, Convolution, Margins
+from ...nn.conv import Convolution, Margins, PaddedConvolutionModule
 from ...nn.linear import Linear
 from ...ops.checks import accumulator
 from ..lines import Lines
@@ -57,7 +57,7 @@ class ConvolutionPass:
     def __init__(self, x: Tensor, grad: Tensor, layer: Any):
         self.x, self.grad = _pad_features(x, layer.layout.shape[1]), _pad_features(grad, layer.layout.shape[0])
         self.kernel, self.axes = layer.kernel_size, layer.axes
-        self.transposed = not isinstance(layer, ConvCall)
+        self.transposed = not isinstance(layer, PaddedConvolutionModule)
         padding = more = (0,) * self.axes  # the x of a convolution has its padding
         if self.transposed:
             padding, more = layer.padding, layer.output_padding_for(x, grad.shape)
@@ -147,7 +147,7 @@ class GradientWatch:
             return
         if x.dim() == layer.axes + 1:
             x, grad = x[None], grad[None]
-        if isinstance(layer, ConvCall):
+        if isinstance(layer, PaddedConvolutionModule):
             x = layer.padded(x, margins)
         self.passes.append(ConvolutionPass(x, grad, layer))
 

@@ -44,7 +44,7 @@ class GradientGrowth(DynamicSparsity):
     norm: str
     constant_fan_in = False
     _watches: Sequence[GradientWatch] = ()
-    _held = False  # whether the hook has cleared gradients since the last call
+    _has_cleared = False  # whether the hook has cleared gradients since the last call
     _optimizer_hook: Any = None
 
     def _watch_gradients(self) -> None:
@@ -88,7 +88,7 @@ class GradientGrowth(DynamicSparsity):
         if self.optimizer is None or not any(watch.passes for watch in self._watches):
             return
         unwrapped(self.optimizer).zero_grad(set_to_none=True)
-        self._held = True
+        self._has_cleared = True
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -110,7 +110,7 @@ class GradientGrowth(DynamicSparsity):
         for watch in self._watches:
             watch.close()
         self._watches = [GradientWatch(layer) for layer in self.modules.values()] if self._grows(self.calls + 1) else []
-        self._held = False
+        self._has_cleared = False
 
     def _grows(self, call: int) -> bool:
         """Return whether blocks grow in this call."""
@@ -176,7 +176,7 @@ def _before_update(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer
     growth = method()
     if growth is None or unwrapped(growth.optimizer) is not optimizer or was_skipped(optimizer):
         return
-    if growth._held:
+    if growth._has_cleared:
         name = type(growth).__name__
         raise BlockSparseError(
             f"optimizer.step() called again before {name}'s step(): call both once per iteration, and delete a {name} "
