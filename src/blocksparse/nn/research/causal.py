@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
-from ..conv import PaddedConvolutionModule
+from ..layout_module import LayoutModule
 from ..weight_norm import WeightNorm
 
 SHIFTS = ("down", "down_right")
@@ -73,7 +73,7 @@ class Causal2d(_Banded):
         conv: Any = module.module if isinstance(module, WeightNorm) else module
         kernel: tuple[int, ...]
         kernel, padding = getattr(conv, "kernel_size", ()), getattr(conv, "padding", None)
-        is_convolution = isinstance(conv, nn.Conv2d | PaddedConvolutionModule)
+        is_convolution = isinstance(conv, nn.Conv2d | LayoutModule) and not getattr(conv, "_transposed", False)
         if not is_convolution or len(kernel) != 2 or padding not in ((0, 0), "valid"):
             raise BlockSparseError.expected("module", "a Conv2d without padding", repr(module))
         if shift == "down" and kernel[1] % 2 == 0:
