@@ -6,12 +6,10 @@
 #include "core/addresses.hpp"
 #include "core/parallel.hpp"
 #include "expert_linear/expert_linear.hpp"
+#include "linear/plan.hpp"
 
 namespace blocksparse {
 namespace {
-
-// Multiply-adds per token in a task of the sampled product; see TASK_COST in ops/cpu_plan.py.
-constexpr int64_t kTaskCost = 16384;
 
 // Call run(e) for each expert. Those with more than a thread's share of the work run one after another, each on all
 // threads. The others run side by side, the costliest first, each on one thread.
@@ -61,13 +59,11 @@ void expert_linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_o
       std::memset(to, 0, blocks * area * size);
       return;
     }
-    const int64_t at_a_time = std::max<int64_t>(kTaskCost / area, 1), count = ceil_div(blocks, at_a_time);
-    std::vector<int64_t> start(count + 1, blocks);
-    for (int64_t task = 0; task < count; ++task) start[task] = task * at_a_time;
+    const std::vector<int64_t> start = plan_blocks(blocks, block_out, block_in);
     linear_wgrad(isa, dtype, block_out, block_in, tokens,
                  {advance(grad.data, first * grad.stride * size), grad.stride, grad.features},
                  {advance(x.data, first * x.stride * size), x.stride, x.features}, to,
-                 {row + begin, col + begin, start.data(), count});
+                 {row + begin, col + begin, start.data(), int64_t(start.size()) - 1});
   });
 }
 

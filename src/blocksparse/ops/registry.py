@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from ..errors import BlockSparseError, Page
 from ..layout import BlockLayout
 from . import cpu_core
+from .activations import ACTIVATIONS
 from .checks import check_devices, check_tangents, check_tensors, refuse_onnx
 from .gpu import runtime as gpu_runtime
 from .graph_layout import AnyLayout, GraphLayout, grid_from, index_tensors, layout_from
@@ -235,6 +236,25 @@ def features_of(grid: tuple[int, int], block: tuple[int, int], transpose: bool =
     return (in_, out) if transpose else (out, in_)
 
 
+def image_block(x: Tensor, values: Tensor, size: Sequence[Any], activation: Any) -> tuple[int, int]:
+    """Return the block of a convolution, after a check of the number of axes."""
+    axes = len(size)
+    if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
+        got = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
+        expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
+        raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", got)
+    return values.shape[1], values.shape[2]
+
+
+def matrix_block(x: Tensor, values: Tensor, activation: Any) -> tuple[int, int]:
+    """Return the block of a linear product, after a check of the number of axes."""
+    if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
+        expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
+        got = f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
+        raise BlockSparseError.expected("x, values, activation", expected, got)
+    return values.shape[1], values.shape[2]
+
+
 class LayoutOp(Op):
     """An operation on tensors and a layout, and the PyTorch op of the same name.
 
@@ -271,7 +291,7 @@ class LayoutOp(Op):
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Options) -> Tensor:
         """Return the backend's result."""
-        x = tensors[0]
+        x = tensors[self.tensor_names.index("x")]
         result: Tensor = getattr(self.on(x.device, x.dtype), self.name)(*tensors, layout, *options)
         return result
 

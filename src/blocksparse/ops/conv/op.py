@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..activations import ACTIVATIONS, grad_before
+from ..activations import grad_before
 from ..graph_layout import AnyLayout, index_tensors
 from ..linear import LINEAR, LINEAR_WGRAD
 from ..linear import triton as products
 from ..lower_to_triton import lower_to_triton, needs_schedule, traced_layout
-from ..registry import Geometry, LayoutOp, Options, Tensors, features_of
+from ..registry import Geometry, LayoutOp, Options, Tensors, features_of, image_block
 from . import cpu, planes, reference, triton
 from .plan import axes_of, is_linear
 
@@ -34,12 +34,7 @@ class Conv(LayoutOp):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, _), (transpose, _, size, *_, activation) = tensors, options
-        axes = len(size)
-        if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
-            got = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
-            expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
-            raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", got)
-        block = values.shape[1], values.shape[2]
+        block = image_block(x, values, size, activation)
         out, in_ = features_of(grid, block, transpose)
         shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
         return Geometry(block, shapes, (x.shape[0], *size, out))

@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..activations import ACTIVATIONS
 from ..conv.plan import axes_of
 from ..int8_linear import Int8Op
-from ..registry import Geometry, Options
+from ..registry import Geometry, Options, features_of, image_block
 from . import cpu, reference
 
 
@@ -23,13 +21,8 @@ class Int8Conv(Int8Op):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, *_), (size, *_, activation) = tensors, options
-        axes = len(size)
-        if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
-            got = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
-            expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
-            raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", got)
-        block = values.shape[1], values.shape[2]
-        out, in_ = grid[0] * block[0], grid[1] * block[1]
+        block = image_block(x, values, size, activation)
+        out, in_ = features_of(grid, block)
         shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (nnz, block[0]), (out,)]
         return Geometry(block, shapes, (x.shape[0], *size, out))
 

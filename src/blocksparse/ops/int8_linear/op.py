@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..activations import ACTIVATIONS
 from ..checks import check_tangents
-from ..registry import Geometry, LayoutOp, Options, Tensors
+from ..registry import Geometry, LayoutOp, Options, Tensors, features_of, matrix_block
 from . import cpu, reference
 from .cpu import MAX_INPUTS
 
@@ -34,13 +33,8 @@ class Int8Linear(Int8Op):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, *_), (activation,) = tensors, options
-        if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
-            expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
-            raise BlockSparseError.expected(
-                "x, values, activation", expected, f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
-            )
-        tokens, block = x.shape[0], (values.shape[1], values.shape[2])
-        out, in_ = grid[0] * block[0], grid[1] * block[1]
+        tokens, block = x.shape[0], matrix_block(x, values, activation)
+        out, in_ = features_of(grid, block)
         return Geometry(block, [(tokens, in_), (nnz, *block), (nnz, block[0]), (out,)], (tokens, out))
 
 

@@ -13,10 +13,19 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..activations import ACTIVATIONS, grad_before
+from ..activations import grad_before
 from ..graph_layout import AnyLayout, index_tensors
 from ..lower_to_triton import is_bucket_known, lower_to_triton, needs_schedule, traced_layout
-from ..registry import Geometry, LayoutOp, Options, Tensors, can_call_directly, features_of, needs_grad
+from ..registry import (
+    Geometry,
+    LayoutOp,
+    Options,
+    Tensors,
+    can_call_directly,
+    features_of,
+    matrix_block,
+    needs_grad,
+)
 from . import cpu, reference, triton
 
 
@@ -35,11 +44,7 @@ class Linear(LayoutOp):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, _), (transpose, activation) = tensors, options
-        if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
-            expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
-            got = f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
-            raise BlockSparseError.expected("x, values, activation", expected, got)
-        tokens, block = x.shape[0], (values.shape[1], values.shape[2])
+        tokens, block = x.shape[0], matrix_block(x, values, activation)
         out, in_ = features_of(grid, block, transpose)
         return Geometry(block, [(tokens, in_), (nnz, *block), (out,)], (tokens, out))
 
