@@ -102,12 +102,17 @@ def checked_block_slices(key: Any, grid: tuple[int, int]) -> list[tuple[int, int
     for index, size in zip(keys, grid, strict=False):
         if is_int(index) and -size <= index < size:
             index = slice(int(index) % size, int(index) % size + 1)
-        first, end, _ = index.indices(size) if isinstance(index, slice) and index.step in (None, 1) else (0, 0, 1)
+        is_slice = isinstance(index, slice) and index.step in (None, 1) and _has_int_ends(index)
+        first, end, _ = index.indices(size) if is_slice else (0, 0, 1)
         pairs.append((first, end))
     if len(keys) != 2 or any(first >= end for first, end in pairs):
         expected = f"ints or slices with step 1 that select rows and columns of {grid} blocks"
         raise BlockSparseError.expected("layout[...]", expected, repr(key))
     return pairs
+
+
+def _has_int_ends(index: slice) -> bool:
+    return all(end is None or is_int(end) for end in (index.start, index.stop))
 
 
 def checked_mask(mask: Any) -> np.ndarray:

@@ -188,6 +188,8 @@ class BlockLayout:
     def indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both index tensors on a device, cached for the library's ops, which must not write to them."""
         device = torch.device("cpu" if device is None else device)
+        if device.type == "cuda" and device.index is None:  # the current one may change
+            device = torch.device("cuda", torch.cuda.current_device())
         indices = self._indices.get(device)
         if indices is None and device.type == "cpu":
             indices = self._tag(copy_to_tensor(self.row_start), copy_to_tensor(self._col))
@@ -239,7 +241,8 @@ class BlockLayout:
     def _transpose(self) -> tuple[BlockLayout, np.ndarray]:
         """Make the transposed layout and its order, and store them in both layouts."""
         if self.grid[1] * self.nnz < 2**63:  # sorting takes a tenth of the time of a stable argsort
-            keys = self._col * np.int64(self.nnz) + np.arange(self.nnz)
+            keys = np.multiply(self._col, self.nnz, dtype=np.int64)  # NumPy 1 would keep int32
+            keys += np.arange(self.nnz)
             keys.sort()
             order = keys % max(self.nnz, 1)
         else:
@@ -301,6 +304,8 @@ class BlockLayout:
                 expected = f"a multiple of the block, {block}, up to the {most} of {self!r}"
                 raise BlockSparseError.expected(name, expected, repr(size))
         return self[: int(rows) // self.block_shape[0], : int(columns) // self.block_shape[1]]
+
+    __iter__ = None  # otherwise Python would count up the index of `__getitem__`
 
     def __getitem__(self, key: Any) -> BlockLayout:
         """Return the layout of some rows and columns of blocks, given as slices or ints.
@@ -446,7 +451,7 @@ class BlockLayout:
             BlockSparseError: `values` has another shape, or a device or dtype without a numpy array; scipy is missing.
         """
         self._check_matrix_values(values)
-        if values.device.type != "cpu" or values.dtype in (torch.bfloat16, torch.float16):
+        if values.device.type != "cpu" or (values.is_floating_point() and values.dtype.itemsize < 4):
             got = f"{values.dtype} on {values.device}"
             raise BlockSparseError.expected("values", "on the CPU, of a dtype that scipy computes with", got)
         array = values.detach().resolve_conj().resolve_neg().numpy()
@@ -495,4 +500,5 @@ class BlockLayout:
 def check_layout(layout: Any) -> None:
     """Raise a BlockSparseError unless `layout` is a BlockLayout."""
     if not isinstance(layout, BlockLayout):
-        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+        got = f"{type(layout).__name__} (of a mask, write BlockLayout(mask, block_size))"
+        raise BlockSparseError.expected("layout", "a BlockLayout", got)

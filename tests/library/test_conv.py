@@ -345,3 +345,11 @@ def test_opcheck_on_an_empty_layout_and_no_images():
     nothing = torch.randn(0, 5, 12), torch.randn(0, 4, 4, 3)
     torch.library.opcheck(conv_op, (*nothing, None, *indices(layout), False, False, [3], *steps, None))
     torch.library.opcheck(conv_wgrad_op, (torch.randn(0, 3, 8), nothing[0], *indices(layout), False, [3], *steps))
+
+
+@pytest.mark.parametrize("padding", [((1, 2, 3), (0, 1)), ((1, 2),)])
+def test_pairs_of_padding_are_one_for_each_axis(padding):
+    layout = bs.patterns.dense((16, 16), 8)
+    values = torch.randn(*layout.values_shape, 3, 3)
+    with pytest.raises(bs.BlockSparseError, match=r"padding: expected a pair \(before, behind\) for each of 2 axes"):
+        bs.conv2d(torch.randn(1, 16, 8, 8), values, layout, padding=padding)

@@ -137,3 +137,8 @@ def test_a_layout_of_many_blocks_is_measured_from_a_sample():
     assert done.exit_code == 0
     assert "from 500 blocks" in done.output
     assert "at least" in done.output
+
+
+def test_blocks_are_square():
+    with pytest.raises(bs.BlockSparseError, match="block_size: expected a square block"):
+        bs.topology.design(1024, params=100_000, block_size=(16, 32))

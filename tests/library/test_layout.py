@@ -342,3 +342,20 @@ def test_unions_and_intersections():
 def test_selections_that_are_refused(key):
     with pytest.raises(BlockSparseError, match=r"layout\[...\]: expected ints or slices"):
         bs.patterns.dense((24, 30), block_size=(4, 3))[key]
+
+
+def test_a_transpose_numbers_blocks_beyond_32_bits():
+    layout = bs.patterns.random((3000, 3000), 1, density=0.1, seed=0)
+    assert layout.grid[1] * layout.nnz > 2**31
+    assert np.array_equal(layout.T.mask().numpy(), layout.mask().numpy().T)
+
+
+def test_a_layout_is_not_iterable():
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(bs.patterns.dense((32, 32), 8))
+
+
+@pytest.mark.parametrize("key", [slice(1.5, None), slice("a", 2), (slice(None), slice(0, 2.0))])
+def test_slices_of_blocks_are_ints(key):
+    with pytest.raises(bs.BlockSparseError, match="ints or slices with step 1"):
+        bs.patterns.dense((32, 32), 8)[key]

@@ -151,3 +151,8 @@ def test_compiled_and_on_no_device_it_is_pytorchs():
 def test_bad_p(p):
     with pytest.raises(bs.BlockSparseError, match="p: expected a number from 0 to below 1"):
         bs.nn.Dropout(p)
+
+
+def test_ints_are_refused_as_in_pytorch():
+    with pytest.raises(RuntimeError):
+        bs.nn.Dropout(0.25)(torch.ones(8, dtype=torch.long))

@@ -380,7 +380,7 @@ def test_operations_of_experts_on_the_meta_device(name):
 @pytest.mark.parametrize("starts", [[1, 2, 3], [0, 3, 2], [0, 2, 9]])
 def test_starts_that_are_none_are_refused(starts):
     layout = bs.patterns.dense((16, 8), 8)
-    with pytest.raises(BlockSparseError, match="starts: expected 0, then non-decreasing numbers up to 5"):
+    with pytest.raises(BlockSparseError, match=r"starts: expected 0, then non-decreasing numbers up to 5"):
         expert_linear(torch.randn(5, 8), torch.randn(layout.values_shape), layout, torch.tensor(starts))
 
 
@@ -446,3 +446,10 @@ def test_every_expert_has_blocks(experts, hidden, inner, density):
 def test_a_density_without_a_block_for_each_expert():
     with pytest.raises(bs.BlockSparseError, match="one of the 8 blocks"):
         bs.nn.Experts(16, 128, 64, density=0.05)
+
+
+@pytest.mark.parametrize("starts", [torch.tensor([0]), torch.tensor([0, 2, 5], dtype=torch.int32), [0, 2, 5]])
+def test_starts_that_route_does_not_return(starts):
+    layout = bs.patterns.random((2 * 64, 32), block_size=16, density=0.5, seed=0)
+    with pytest.raises(bs.BlockSparseError, match=r"starts: expected int64 .* as `route` returns"):
+        expert_linear(torch.randn(5, 32), torch.randn(layout.values_shape), layout, starts)

@@ -276,3 +276,9 @@ def test_runs_without_layouts_are_refused(tmp_path):
     wrong = ("--html", "/no/such/folder/p.html")
     assert "html: expected a file to write" in error("compare", "--topology", sparse, *wrong)
     assert "nets: expected three or more to draw, got 1" in error("compare", "--topology", sparse, "--out", "p.png")
+
+
+def test_groups_are_one_for_each_net():
+    pytest.importorskip("matplotlib")
+    with pytest.raises(bs.BlockSparseError, match="groups: expected 3, one for each net, got 2"):
+        drawings.distance_map(np.zeros((3, 3)), ["a", "b", "c"], "map.png", "", groups=["a", "b"])

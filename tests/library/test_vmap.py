@@ -190,3 +190,9 @@ def test_forward_mode_of_operations_without_a_layout_op(name, dual):
     else:
         _, found = torch.func.jvp(f, (x,), (tangent,))
     torch.testing.assert_close(found, (f(x + 1e-6 * tangent) - f(x - 1e-6 * tangent)) / 2e-6, rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_batch_has_the_shape_of_others():
+    layout = bs.patterns.random((64, 32), 16, density=0.5, seed=0)
+    x, values = torch.randn(5, 32), torch.empty(0, *layout.values_shape)
+    assert torch.vmap(lambda each: bs.linear(x, each, layout))(values).shape == (0, 5, 64)

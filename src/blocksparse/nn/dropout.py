@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..checked import number
 from ..ops import dropout
+from ..ops.checks import SUM_DTYPES
 from ..ops.registry import can_bypass_dispatcher
 
 
@@ -43,7 +44,7 @@ class Dropout(nn.Module):
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
         """Return dropout(leaky_relu(input, slope)); slope 1 is no activation, and only training drops."""
         x, drops = input, self.training and self.p > 0
-        direct = can_bypass_dispatcher(x) if drops else _saves_memory(x, slope)
+        direct = x.dtype in SUM_DTYPES and (can_bypass_dispatcher(x) if drops else _saves_memory(x, slope))
         if direct and x.device.type == "cpu":
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
             order = _memory_order(x)

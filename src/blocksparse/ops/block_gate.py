@@ -38,7 +38,7 @@ def apply_gate(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tenso
     readable = gate.device.type == "cpu" and layout.nnz < LARGE and can_bypass_dispatcher(values, gate)
     if not readable or needs_grad(values, gate):
         if readable:
-            _refuse_nan(gate)
+            _check_finite(gate)
         return values * _per_block(gate, values), layout
     numbers = bytes_of(gate).tobytes()
     # Gates are compared by content, because version counters miss writes through `.data` and by fused optimizers. For
@@ -56,7 +56,7 @@ def apply_gate(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tenso
 
 def _find_open_blocks(gate: Tensor, layout: BlockLayout, cache: dict[object, _OpenBlocks]) -> _OpenBlocks:
     """Return the blocks whose gate is not 0; a cached equal layout is used again."""
-    _refuse_nan(gate)
+    _check_finite(gate)
     keep = gate != 0
     blocks, scale = keep.nonzero().squeeze(1), gate[keep]
     smaller = None if keep.all() else layout.select(keep)
@@ -91,7 +91,7 @@ def _check(values: Tensor, layout: BlockLayout, gate: Tensor) -> None:
         raise BlockSparseError.expected("gate", f"the device of values, {values.device}", gate.device)
 
 
-def _refuse_nan(gate: Tensor) -> None:
+def _check_finite(gate: Tensor) -> None:
     """Raise a BlockSparseError if the gate has NaN or infinite numbers."""
     finite = gate.detach().isfinite()
     if not finite.all():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
+from ..layout import check_layout
 
 
 def always_supported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -24,8 +24,7 @@ def check_kinds(layout: Any, **tensors: Any) -> None:
 
     A `bias` and a `gate` may be None.
     """
-    if not isinstance(layout, BlockLayout):
-        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+    check_layout(layout)
     for name, tensor in tensors.items():
         if tensor is None and name in ("bias", "gate"):
             continue

@@ -39,8 +39,12 @@ def vmap_rule(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         def entry(i: int) -> Callable[[Any, Any], Any]:
             def select(argument: Any, dim: Any) -> Any:
-                if isinstance(dim, int):
-                    return argument.select(dim, i)
+                if isinstance(dim, int):  # an empty batch has zeros, for the shapes of the outputs
+                    return (
+                        argument.select(dim, i)
+                        if info.batch_size
+                        else argument.movedim(dim, 0).new_zeros(argument.movedim(dim, 0).shape[1:])
+                    )
                 return [*map(select, argument, dim)] if isinstance(dim, list | tuple) else argument
 
             return select
@@ -50,10 +54,10 @@ def vmap_rule(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
             # The schedule behind the layout's own two index tensors fits the rows of one entry only.
             rest = [each[:2] if _is_tensor_list(each) else each for each in arguments[1:]]
             return op(x.flatten(0, 1), *rest).unflatten(0, x.shape[:2]), 0
-        outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(info.batch_size)]
+        outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(max(info.batch_size, 1))]
         if isinstance(outputs[0], Tensor):
-            return torch.stack(outputs), 0
-        stacked = [torch.stack(each) for each in zip(*outputs, strict=True)]
+            return torch.stack(outputs)[: info.batch_size], 0
+        stacked = [torch.stack(each)[: info.batch_size] for each in zip(*outputs, strict=True)]
         return stacked, [0] * len(stacked)
 
     return rule

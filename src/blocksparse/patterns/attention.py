@@ -149,7 +149,7 @@ def small_world_attention(
 def dilated(
     tokens: int, block_size: int = 64, neighbors: int = 4, dilation: int = 2, causal: bool = True
 ) -> BlockLayout:
-    """Return the layout of a dilated window: the query's own block and every `dilation`-th one before it.
+    """Return the layout of a dilated window: the query's own block and every `dilation`-th one before it, or around it.
 
     Args:
         tokens, block_size: as for `strided_attention`.

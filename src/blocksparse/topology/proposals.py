@@ -14,6 +14,7 @@ from .. import patterns
 from ..checked import integer, is_int, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..patterns.sizes import checked_square
 from .summary import Summary, summary
 
 # The cost of an output in addition to its blocks, in multiply-adds per token, which is about 4 blocks of 32 x 32 for
@@ -177,10 +178,10 @@ def design(
         raise BlockSparseError.expected("objective", f"one of {', '.join(MEASURES)}", repr(objective))
     integer("workers", workers, 1)
     number("tolerance", tolerance, 0, below=1)
-    nodes = patterns.dense((features, features), block_size).grid[0] if is_int(features) and features > 0 else 0
+    nodes, block = checked_square(features, block_size) if is_int(features) and features > 0 else (0, (1, 1))
     if nodes < 2:
         raise BlockSparseError.expected("features", "an int, two blocks or more", repr(features))
-    each = (features // nodes) ** 2
+    each = block[0] ** 2
     if not is_int(params) or not nodes * each <= params <= nodes * nodes * each:
         expected = f"from {nodes * each:,} (a block for each of {nodes} rows) to {nodes * nodes * each:,} (all blocks)"
         raise BlockSparseError.expected("params", expected, f"{params:,}" if is_int(params) else repr(params))

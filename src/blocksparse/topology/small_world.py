@@ -76,7 +76,7 @@ def small_world(
     length = average_path_length(layout, sources, level=level, seed=seed)
     graph = graph_of(layout, level)
     edges = _edges(graph)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(integer("seed", seed, 0))
     randoms = [_random_reference(graph.nodes, edges, rng) for _ in range(references)]
     searched = [rng.choice(graph.nodes, min(SOURCES, graph.nodes), replace=False) for _ in randoms]
     lengths = [paths_in(one, chosen).mean for one, chosen in zip(randoms, searched, strict=True)]

@@ -137,6 +137,8 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor) or list(sinks.shape) != [q.shape[1]] or not sinks.is_floating_point():
         raise BlockSparseError.expected("sinks", f"a tensor [{q.shape[1]}], one score per head", shape_of(sinks))
+    if sinks.device != q.device:
+        raise BlockSparseError.expected("sinks", f"on the device of q, {q.device}", sinks.device)
 
 
 def check_documents(cu_seqlens: Any, queries: int, keys: int, device: torch.device) -> Tensor | None:

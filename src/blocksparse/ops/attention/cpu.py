@@ -47,7 +47,7 @@ def attention(
     if few_queries.serves(q, k, v, rules):
         return gathered.by_layout(q, k, v, layouts, rules, return_lse, few_queries.attention)
     pytorch_is_faster = q.dtype == torch.bfloat16 and cpu_core.isa() in BFLOAT16_ISAS
-    if pytorch_is_faster or layouts[0].block_shape[1] < MIN_BLOCK_KEYS:
+    if pytorch_is_faster or min(layout.block_shape[1] for layout in layouts) < MIN_BLOCK_KEYS:
         return gathered.attention(q, k, v, layouts, rules, return_lse)
     return gathered.by_layout(q, k, v, layouts, rules, return_lse, _of_layout)
 

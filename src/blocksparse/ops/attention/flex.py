@@ -89,6 +89,8 @@ def block_mask(
         for layout in layouts
         for b in [layout.block_shape]
     ]
+    if not shared:  # layouts end after different numbers of tokens
+        masks = [mask[: row + queries, :keys] for mask in masks]
     sizes = (row, queries, height), (0, keys, width)
     some = torch.stack([_tiles(mask, sizes, tile, any_=True) for mask in masks])
     whole = torch.stack([_tiles(mask, sizes, tile, any_=False) for mask in masks])

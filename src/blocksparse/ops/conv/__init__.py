@@ -249,10 +249,10 @@ def output_size(
             raise BlockSparseError.expected("stride", '1 for each axis with padding "same"', tuple(stride))
         return [(r - 1) // 2 for r in reach], list(space)
     if isinstance(padding, tuple | list) and padding and all(isinstance(pair, tuple | list) for pair in padding):
-        before, behind = (
-            per_axis("padding", [pair[side] if len(pair) == 2 else None for pair in padding], len(reach), least=0)
-            for side in (0, 1)
-        )
+        if len(padding) != len(reach) or any(len(pair) != 2 for pair in padding):
+            expected = f"a pair (before, behind) for each of {len(reach)} axes"
+            raise BlockSparseError.expected("padding", expected, repr(padding))
+        before, behind = (per_axis("padding", [pair[i] for pair in padding], len(reach), 0) for i in (0, 1))
     else:
         before = [0] * len(reach) if padding == "valid" else per_axis("padding", padding, len(reach), 0, names=True)
         behind = before

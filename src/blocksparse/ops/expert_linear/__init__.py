@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_kinds, check_same
+from ..checks import autocast, check_kinds, check_same, described
 from .op import EXPERT_LINEAR, EXPERT_LINEAR_WGRAD
 from .parts import parts_of
 from .route import Routes, collect, route, spread
@@ -42,6 +43,10 @@ def expert_linear(x: Tensor, values: Tensor, layout: BlockLayout, starts: Tensor
     """
     check_kinds(layout, x=x, values=values)
     x, values, _ = autocast(x, values, None)
+    is_1d = isinstance(starts, Tensor) and starts.dim() == 1 and len(starts) > 1
+    if not is_1d or starts.dtype != torch.int64 or starts.device.type != "cpu":
+        got = described(starts) if isinstance(starts, Tensor) else type(starts).__name__
+        raise BlockSparseError.expected("starts", "int64 [experts + 1] on the CPU, as `route` returns", got)
     experts = starts.shape[0] - 1
     if layout.grid[0] % experts:
         raise BlockSparseError.expected("layout", f"a multiple of {experts} rows of blocks", repr(layout))

@@ -50,7 +50,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routes:
 
 
 def _route(top_k_index: Tensor, num_experts: int) -> list[Tensor]:
-    """Sort tokens by expert: return the order, its inverse, and where each expert's tokens start."""
+    """Sort entries by expert; return order, token, place and starts, as in `Routes`."""
     experts, order = top_k_index.detach().flatten().long().sort(stable=True)
     edges = torch.arange(num_experts + 2, device=experts.device)
     starts = torch.searchsorted(experts, edges).cpu()

@@ -82,7 +82,7 @@ def _leading(numbers):
 
 @triton.jit
 def biased(sums, bias_ptr, column, output_mask):
-    """Return sums + bias, or sums if k_mask is no bias; `output_mask` masks the columns that exist."""
+    """Return sums + bias, or sums if `bias_ptr` is None; `output_mask` masks the columns that exist."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + column, mask=output_mask, other=0).to(sums.dtype)[None, :]
     return sums

@@ -27,7 +27,9 @@ def step(
     """
     for tensor in (*weights, *velocities):
         if tensor.is_neg():
-            raise BlockSparseError.expected("weights, velocities", "tensors that are not lazily negated", "one that is")
+            raise BlockSparseError.expected(
+                "weights, velocities", "tensors without lazy negation (write tensor.resolve_neg())", "one with"
+            )
     grads = [grad.resolve_neg() for grad in grads]
     backend = MOMENTUM.on(weights[0].device, weights[0].dtype)
     if backend is cpu and not cpu.serves([*weights, *velocities, *grads]):

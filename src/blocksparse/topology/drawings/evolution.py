@@ -35,8 +35,9 @@ def distance_map(
     if count < 3:
         raise BlockSparseError.expected("nets", "three or more to draw", str(count))
     groups = list(labels if groups is None else groups)
-    if len(labels) != count or len(groups) != count:
-        raise BlockSparseError.expected("labels", f"{count}, one for each net", str(len(labels)))
+    for name, given in (("labels", labels), ("groups", groups)):
+        if len(given) != count:
+            raise BlockSparseError.expected(name, f"{count}, one for each net", len(given))
     names = list(dict.fromkeys(groups))
     color = {name: COLORS[nth % len(COLORS)] for nth, name in enumerate(names)}
     figure, axes = figure_and_axes((12.6, 4.4), columns=3, width_ratios=(1.15, 1.1, 1))
@@ -82,16 +83,16 @@ def _tree(axes: Any, distances: np.ndarray, labels: Sequence[str], colors: Seque
     """Draw the tree of the networks, with names in the colors of their groups."""
     from scipy.cluster import hierarchy
 
-    unnamed = len(labels) > MAX_NAMED_LEAVES
+    unnamed, tree = len(labels) > MAX_NAMED_LEAVES, linkage(distances)
     hierarchy.dendrogram(
-        linkage(distances),
+        tree,
         ax=axes,
         labels=list(labels),
         no_labels=unnamed,
         color_threshold=0,
         above_threshold_color="0.35",
     )
-    order = hierarchy.leaves_list(linkage(distances))
+    order = hierarchy.leaves_list(tree)
     for text, leaf in zip(axes.get_xticklabels(), order, strict=False):
         text.set(color=colors[leaf], rotation=90, fontsize=7)
     axes.set_ylabel("NNSTD, mean of the joined")
