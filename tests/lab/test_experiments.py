@@ -404,3 +404,15 @@ def test_the_help_lists_all():
     for name in experiments.EXPERIMENTS:
         assert f"{name}:" in said
     assert json.dumps(said)
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind"),
+    [
+        ({"isa": "avx2", "gpu": None}, "avx2"),
+        ({"isa": None, "gpu": {"name": "NVIDIA H200"}}, "NVIDIA H200"),
+        ({"isa": None}, "no compiled core"),
+    ],
+)
+def test_a_report_names_what_its_runs_used(machine, kind):
+    assert report._kind(machine) == kind

@@ -101,6 +101,12 @@ def _seed(run: Run) -> int:
     return int(run.settings["seed"])
 
 
+def _kind(machine: Mapping[str, Any]) -> str:
+    """Return the GPU that a run used, or the instruction set."""
+    gpu: Mapping[str, Any] = machine.get("gpu") or {}
+    return str(gpu.get("name") or machine["isa"] or "no compiled core")
+
+
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Write `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
@@ -126,8 +132,8 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     if any(" at equal seconds" in part for part in parts):
         parts.append(NOTE)
     more, shown = commits(by_contender), experiment.curves
-    if len({machine["isa"] for machine in machines}) > 1:  # times on different instruction sets do not compare
-        used = {one: sorted({machine["isa"] for machine in some}) for one, some in by_contender.items()}
+    if len(set(map(_kind, machines))) > 1:  # times on different instruction sets do not compare
+        used = {one: sorted(set(map(_kind, some))) for one, some in by_contender.items()}
         more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
         shown = shown.removesuffix(" and seconds")
     parts += [f"![{shown}]({name}.png)", where(machines[0]) + more]
