@@ -21,7 +21,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
-from blocksparse.distributed import ColwiseParallel, Cut, RowwiseParallel, load_checkpoint, save_checkpoint
+from blocksparse.distributed import (
+    ColwiseParallel,
+    Cut,
+    RowwiseParallel,
+    load_checkpoint,
+    save_checkpoint,
+    save_safetensors,
+)
 from processes import Processes, error_of, shared_error
 
 
@@ -194,6 +201,38 @@ def test_training_continues_on_tensor_parallel_layers(processes, tmp_path, count
     assert restored.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(restored[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def factored(seed, sharded=True):
+    """Return a layer that is the whole model, and the factored state of its optimizer, which changes no parameter."""
+    torch.manual_seed(seed)
+    layer = bs.nn.Linear(32, 48, density=0.5, block_size=8)
+    if sharded:
+        layer = parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel(cut=CUTS[0]))
+    optimizer = torch.optim.Adafactor(layer.parameters(), lr=0.0)
+    for parameter in layer.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return layer, optimizer
+
+
+def save_factored(folder):
+    layer, optimizer = factored(0)
+    save_checkpoint(layer, folder, optimizer=optimizer)
+    save_safetensors(layer, f"{folder}.safetensors")
+    other, other_optimizer = factored(1)
+    load_checkpoint(other, folder, optimizer=other_optimizer)
+    check_equal(state(other, other_optimizer), state(layer, optimizer))
+
+
+def test_a_layer_that_is_the_model_and_factored_state(processes, tmp_path):
+    processes(2)(save_factored, tmp_path / "at")
+    layer, optimizer = factored(0, sharded=False)
+    other, other_optimizer = factored(1, sharded=False)
+    load_checkpoint(other, tmp_path / "at", optimizer=other_optimizer)
+    check_equal(state(other, other_optimizer), state(layer, optimizer))
+    loaded, _ = bs.checkpoint.load(tmp_path / "at.safetensors")
+    check_equal(loaded, layer.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

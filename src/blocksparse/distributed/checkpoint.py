@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from ..checked import BLOCK_AGE, is_block_age
+from ..checked import averaged_axis, is_block_age
 from ..checkpoint import as_json, parsed
 from ..errors import BlockSparseError
 from ..files import path_of
@@ -185,8 +185,8 @@ def _entries(
         optimizer_state = state.optimizer.state.get(parameter, {})
         for key, value in optimizer_state.items():
             if isinstance(value, Tensor):
-                per_block = value.shape == parameter.shape or is_block_age(key, value, parameter.shape)
-                add(f"{name}/{key}", value, name if per_block else f"{name}/{key}")
+                has_rows = value.shape == parameter.shape or _is_per_block(state, name, key, value, parameter.shape)
+                add(f"{name}/{key}", value, name if has_rows else f"{name}/{key}")
         others = {key: value for key, value in optimizer_state.items() if not isinstance(value, Tensor)}
         group, kind = _hyperparameters(state, parameter), type(state.optimizer).__name__
         tensors[f"{prefix}{name}/group"] = _json_tensor({"optimizer": kind, "group": group, "state": others})
@@ -346,11 +346,12 @@ class _Loading:
             if size == self.sizes[name]:
                 # In the parameter's memory format and sharding, but of its own dtype.
                 value = self._allocate(full, parameter.detach().to(dtype), rows)
-            elif key == BLOCK_AGE:
-                ages = local_of(parameter.detach()).new_empty(len(local_of(parameter)), 2, dtype=dtype)
+            elif _is_per_block(self.state, name, key, torch.empty(size, device="meta"), self.sizes[name]):
+                local = local_of(parameter.detach())
+                part = local.new_empty(len(local), *size[1:], dtype=dtype)
                 if isinstance(parameter, DTensor):
-                    ages = sharded_like(parameter, ages, len(parameter))
-                value = self._allocate(full, ages, rows)
+                    part = sharded_like(parameter, part, len(parameter))
+                value = self._allocate(full, part, rows)
             else:
                 value = torch.empty(size, dtype=dtype, device=_device_of(key, parameter, self.state))
                 self.tensors[self.prefix + full] = value
@@ -391,6 +392,12 @@ def _hyperparameters(state: DistributedState, parameter: nn.Parameter) -> dict[s
     group = state.param_group(parameter).items()
     values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group}
     return {key: value for key, value in values.items() if key != "params" and _is_json(value)}
+
+
+def _is_per_block(state: DistributedState, name: str, key: str, value: Tensor, shape: torch.Size) -> bool:
+    """Return whether a state of a parameter `name` of this shape has a row for each block, but another shape."""
+    is_factored = averaged_axis(key, value, shape) is not None
+    return state.layer_of_values(name) is not None and (is_factored or is_block_age(key, value, shape))
 
 
 def _device_of(key: str, parameter: nn.Parameter, state: DistributedState) -> torch.device:

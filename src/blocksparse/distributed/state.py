@@ -117,7 +117,7 @@ class DistributedState:
             name.removesuffix("."): module for name, module in modules.items() if isinstance(module, BlockSparseModule)
         }
         self.shardings: dict[str, Any] = {
-            f"{name}{parameter}": sharding
+            f"{name}{parameter}".removeprefix("."): sharding
             for name, module in modules.items()
             for parameter, sharding in getattr(module, "sharded_parameters", {}).items()
         }
