@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,12 +71,18 @@ def refusals():
     errors = [(error_of(of_rank(style, rank)._apply, make(rank), mesh), words) for make, style, *words in REFUSED]
     parallel = ROW._apply(linear(32, 32), mesh)
     scattered = RowwiseParallel(output_layouts=Shard(0))._apply(linear(32, 32), mesh)
+    whole = RowwiseParallel(input_layouts=Replicate())._apply(linear(32, 32), mesh)
+    column = COL._apply(linear(32, 32), mesh)
+    uneven = distribute_tensor(torch.randn(2, 5, 32), mesh, [Shard(1)])
     return [
         *errors,
         (error_of(COL._apply, linear(32, 32), None), ["mesh"]),
         (error_of(ROW._apply, parallel, mesh), ["not parallel yet"]),
         (error_of(parallel, torch.randn(2, 24 if rank else 16)), ["parallelize_module, which"]),
         (error_of(scattered, torch.randn(3, 16)), ["divisible"]),
+        (error_of(whole, torch.randn(4, 64)), ["input: expected 32 features, got 64"]),
+        (error_of(whole, uneven), ["input: expected a size divisible by the 2 processes, got 5"]),
+        (error_of(column, uneven), ["input: expected a size divisible by the 2 processes, got 5"]),
     ]
 
 

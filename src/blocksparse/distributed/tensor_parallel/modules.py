@@ -59,7 +59,10 @@ class LayerSharding:
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh:
                 raise BlockSparseError.expected("input", f"a DTensor on {self.mesh}", x.device_mesh)
-            return x.to_local(), self.normalize(x.placements[0], x.dim())
+            placement = self.normalize(x.placements[0], x.dim())
+            if isinstance(placement, Shard) and placement.dim != -1:
+                AxisSharding.even(self.group, x.shape[placement.dim], "input")
+            return x.to_local(), placement
         if not isinstance(x, Tensor):
             raise BlockSparseError.expected("input", "a tensor", type(x).__name__)
         return x, self.normalize(self.input, x.dim())
@@ -142,6 +145,8 @@ class Rowwise:
         group, features, axis = sharding.group, sharding.features, sharding.axis
         leave_out_if_empty(self)  # type: ignore[arg-type]
         x, placement = sharding.local_input(input)
+        if placement != Shard(-1) and x.shape[axis] != features.size:
+            raise BlockSparseError.expected("input", f"{features.size} features", x.shape[axis])
         if isinstance(placement, Replicate):
             x = features.scatter(x, axis)
         elif placement != Shard(-1):
