@@ -98,6 +98,12 @@ def test_placements_are_checked(name):
         ColwiseParallel(**{name: "rows"})
 
 
+@pytest.mark.parametrize("parts", [((2, 0), (1, 3)), ((0, 1), (0, 1)), ((0, 1), (2,)), ((0, 1, 2, 3), (4,))], ids=str)
+def test_a_cut_has_each_unit_in_one_part(parts):
+    with pytest.raises(bs.BlockSparseError, match="parts: expected the units 0 to 3, each in one part"):
+        Cut(32, 8, parts)
+
+
 def dense_and_uneven():
     mesh = init_device_mesh("cpu", (2,))
     assert type(COL._apply(nn.Linear(32, 32), mesh).weight).__name__ == "DTensor"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...checked import integer
 from ...errors import BlockSparseError
 from ..balance import balanced_cuts
 
@@ -21,6 +22,9 @@ class Cut:
         unit: the number of features that stay together, a multiple of the block size. The last unit may be incomplete.
         parts: the units of each process, in ascending order.
 
+    Raises:
+        BlockSparseError: a unit that no part or several parts have, or another invalid argument.
+
     A layer with r times the features has units of r times the size. Queries of grouped-query attention are an example.
 
     >>> Cut(100, 32, ((0, 3), (1, 2))).features_of(0, 100)
@@ -32,6 +36,13 @@ class Cut:
     features: int
     unit: int
     parts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        units = math.ceil(integer("features", self.features, 1) / integer("unit", self.unit, 1))
+        is_ascending = all(list(part) == sorted(part) for part in self.parts)
+        if not is_ascending or sorted(itertools.chain(*self.parts)) != list(range(units)):
+            expected = f"the units 0 to {units - 1}, each in one part, in ascending order"
+            raise BlockSparseError.expected("parts", expected, self.parts)
 
     @classmethod
     def even(cls, features: int, unit: int, ranks: int) -> Cut:
