@@ -314,7 +314,7 @@ QUICK = ["--rounds", 1, "--budget", 0.01]
 CONV2D = ["conv2d", *QUICK, "--layer", "resnet50-conv5-3x3", "--images", 1, "--densities", "0.1"]
 TINY_LSTM = ["lstm", *QUICK, "--width", 96, "--block-size", 8, "--batch", 2, "--seq", 3]
 TINY_LSTM += ["--m", "4,2", "--densities", "0.5,0.1", "--against", "dense,dense-wide,torch"]
-FULL = ("barabasi_albert", "watts_strogatz", "block_diagonal", "dense")
+FULL = ("barabasi_albert", "watts_strogatz", "random", "block_diagonal", "dense")
 run = partial(command.run, "bench", columns=200)
 
 
@@ -325,7 +325,7 @@ def test_conv2d_command_writes_results(tmp_path, pattern):
     check_files(tmp_path, "block-sparse 2-D convolutions", ["forward", "wgrad"], 2 if pattern == "random" else 0)
 
 
-@pytest.mark.parametrize("pattern", ["random", *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
+@pytest.mark.parametrize("pattern", ["random_diagonal", *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_lstm_command_writes_results(tmp_path, pattern):
     pytest.importorskip("matplotlib")
     out = run(*TINY_LSTM, "--pattern", pattern, "--out", tmp_path).stdout

@@ -91,8 +91,8 @@ class LstmSpec:
         'random density 0.03'
         """
         c = self.config
-        parameter = {"barabasi_albert": f"m {c.m}", "watts_strogatz": f"neighbors {c.neighbors}"}
-        parameter["random"] = f"density {c.density:g}"
+        parameter = dict.fromkeys(("random", "random_diagonal", "block_diagonal"), f"density {c.density:g}")
+        parameter |= {"barabasi_albert": f"m {c.m}", "watts_strogatz": f"neighbors {c.neighbors}"}
         return " ".join([c.pattern, *([parameter[c.pattern]] if c.pattern in parameter else [])])
 
     def small(self) -> LstmSpec:

@@ -128,7 +128,8 @@ def lstm(
     cell: Annotated[str, typer.Option(help="lstm, mlstm or smallworld.")] = "lstm",
     width: Annotated[int, typer.Option(help="Hidden units.")] = 2048,
     pattern: Annotated[
-        str, typer.Option(help="barabasi_albert, watts_strogatz, random, block_diagonal or dense.")
+        str,
+        typer.Option(help="barabasi_albert, watts_strogatz, random, random_diagonal, block_diagonal or dense."),
     ] = "barabasi_albert",
     m: Annotated[str, typer.Option(help="Edges of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
     densities: Densities = "0.25,0.1,0.03",
@@ -156,11 +157,11 @@ def lstm(
     base = CharLMConfig(
         cell=cell, width=width, embedding=embedding, pattern=pattern, block_size=block_size, seed=how.seed
     )
+    by_density = [{"density": density} for density in numbers("densities", densities, float)]
     variants: dict[str, list[dict[str, Any]]] = {
         "barabasi_albert": [{"m": ties} for ties in numbers("m", m, int)],
         "watts_strogatz": [{"neighbors": ties} for ties in numbers("m", m, int)],
-        "random": [{"density": density} for density in numbers("densities", densities, float)],
-        "block_diagonal": [{"density": density} for density in numbers("densities", densities, float)],
+        **dict.fromkeys(("random", "random_diagonal", "block_diagonal"), by_density),
         "dense": [{}],
     }
     configs = [replace(base, **changes) for changes in variants[pattern]]
