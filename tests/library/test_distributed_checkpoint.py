@@ -389,6 +389,21 @@ def test_facts_of_one_process_that_json_cannot_express(processes, tmp_path):
     assert not list((tmp_path / "at").iterdir())
 
 
+def fail_on_rank_1(*_):
+    if dist.get_rank():
+        raise RuntimeError("no state")
+
+
+def save_failing(folder):
+    net = Net(0)
+    net.register_state_dict_post_hook(fail_on_rank_1)
+    return error_of(save_checkpoint, net, folder)
+
+
+def test_any_error_of_one_process_is_raised_on_all(processes, tmp_path):
+    assert shared_error(processes(2), save_failing, tmp_path / "at") == "process 1: RuntimeError: no state"
+
+
 def save_apart(folder, same):
     exists, folder = pathlib.Path.exists, folder if same else folder / str(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:

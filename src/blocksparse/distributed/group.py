@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # its defaults keep the group that exists at import alive: import it before there is one
 from torch import Tensor
 
-from ..errors import BlockSparseError
-from ..surgery.agreement import ROLL_CALL, missing
+from ..errors import BlockSparseError, first_line
+from ..surgery.agreement import ROLL_CALL, device_of, missing
 
 Result = TypeVar("Result")
 
@@ -182,8 +182,7 @@ def _process_names(ranks: Sequence[int]) -> str:
 
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error, without gloo's place in its source."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", line)  # the file and line in gloo
+    return re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # the file and line in gloo
 
 
 def _silent_ranks() -> list[int]:
@@ -259,7 +258,7 @@ def all_max(*numbers: int) -> list[int]:
     """Return the maximum of each number over all processes."""
     if is_single_process():
         return list(numbers)
-    maxima = torch.tensor(numbers)
+    maxima = torch.tensor(numbers, device=device_of())
     with reraise_comm_errors():
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()
@@ -277,17 +276,24 @@ def all_gather(mine: Any) -> list[Any]:
 
 def on_all(work: Callable[[], Result]) -> Result:
     """Run `work`, which sends no messages; if it fails on any process, raise the first one's error on all of them."""
+    if is_single_process():
+        return work()
     result, failure = None, None
     try:
         result = work()
-    except BlockSparseError as error:
+    except Exception as error:
         failure = error
-    texts = all_gather(None if failure is None else str(failure))
+    texts = all_gather(None if failure is None else text_of(failure))
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
     if first is None:
         return result  # type: ignore[return-value]
     same = all(text == texts[first] for text in texts)
     raise BlockSparseError(texts[first] if same else f"process {first}: {texts[first]}") from failure
+
+
+def text_of(error: BaseException) -> str:
+    """Describe an error for the other ranks."""
+    return str(error) if isinstance(error, BlockSparseError) else f"{type(error).__name__}: {error}"
 
 
 def is_single_process() -> bool:

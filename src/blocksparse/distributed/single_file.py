@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..errors import BlockSparseError
 from ..files import path_of
+from ..surgery.agreement import device_of
 from ..surgery.weight_handle import handle_of
 from .checkpoint import INDICES
-from .group import MASTER, all_gather, is_single_process, on_all, receive, send
+from .group import MASTER, all_gather, is_single_process, on_all, receive, send, text_of
 from .sharded_weight import positions_of_part
 from .state import DistributedState, LocalChunk
 from .storage import PIECE_BYTES
@@ -95,7 +96,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | LocalChunk], about: M
     if exchange.stopped is not None:
         raise BlockSparseError(str(exchange.stopped)) from failure
     try:
-        exchange.agree(0 if failure is None else _text(failure))
+        exchange.agree(0 if failure is None else text_of(failure))
     except BlockSparseError as error:
         raise error from failure
 
@@ -151,13 +152,13 @@ class _PieceExchange:
             try:
                 rows, mine = chunk.between(begin, begin + shape[0])
             except Exception as error:
-                failure = f"{name}: {_text(error)}"
+                failure = f"{name}: {text_of(error)}"
         counts = self.agree(failure or len(rows))
         if self.rank != MASTER:
             if len(rows):
-                send(torch.from_numpy(rows).to(_message_device()), MASTER)
+                send(torch.from_numpy(rows).to(device_of()), MASTER)
                 # As bytes: gloo does not send all dtypes.
-                send(mine.contiguous().view(-1).view(torch.uint8).to(_message_device()), MASTER)
+                send(mine.contiguous().view(-1).view(torch.uint8).to(device_of()), MASTER)
             return mine
         if mine.shape == shape:
             return mine
@@ -168,9 +169,9 @@ class _PieceExchange:
             if rank != MASTER and count:
                 ranges = [slice(*each) for each in self.by_rank[rank][name][2][0]]
                 size = [count, *(each.stop - each.start for each in ranges)]
-                index = receive(torch.empty(count, dtype=torch.int64, device=_message_device()), rank)
+                index = receive(torch.empty(count, dtype=torch.int64, device=device_of()), rank)
                 length = math.prod(size) * piece.dtype.itemsize
-                received = receive(torch.empty(length, dtype=torch.uint8, device=_message_device()), rank)
+                received = receive(torch.empty(length, dtype=torch.uint8, device=device_of()), rank)
                 _put(piece, index.cpu().numpy(), ranges, received.cpu().view(piece.dtype).view(size))
         return piece
 
@@ -194,13 +195,3 @@ def _put(piece: Tensor, rows: np.ndarray, ranges: Sequence[slice], numbers: Tens
     """Write local numbers to their rows and ranges of a piece."""
     place: Any = (torch.from_numpy(rows), *ranges)
     piece[place] = numbers
-
-
-def _message_device() -> torch.device:
-    """Return the device whose tensors the backend can send."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def _text(error: BaseException) -> str:
-    """Describe an error for the other ranks."""
-    return str(error) if isinstance(error, BlockSparseError) else f"{type(error).__name__}: {error}"

@@ -96,7 +96,7 @@ def comm_errors() -> Iterator[None]:
 
 def broadcast(value: int) -> int:
     """Return rank 0's value on all ranks."""
-    return int(group.broadcast(torch.tensor(value)))
+    return int(group.all_gather(value)[0])
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
