@@ -71,13 +71,15 @@ def test_encoder_whose_window_is_a_distance():
 def test_layouts_in_use_are_not_dropped(monkeypatch):
     from blocksparse.integrations import attention as integration
 
-    monkeypatch.setattr(integration, "_layouts", {})
+    for name in ("_layouts", "_last_use"):
+        monkeypatch.setattr(integration, name, {})
     used = integration._store_layout(None, 64, 7, 0)
     for block in range(1, 2 * integration.MOST_LAYOUTS):
         integration._store_layout({"block_size": block}, 64, 7, 0)
         assert integration._store_layout(None, 64, 7, 0) == used
         assert used in integration._layouts
         assert len(integration._layouts) <= integration.MOST_LAYOUTS
+        assert integration._last_use.keys() == integration._layouts.keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

@@ -106,8 +106,9 @@ def _store_layout(pattern: Any, keys: int, left: int | None, right: int | None) 
     _last_use[key] = next(_clock)
     if key not in _layouts:
         if len(_layouts) >= MOST_LAYOUTS:
-            oldest = min(list(_layouts), key=_last_use.__getitem__)
+            oldest = min(list(_layouts), key=lambda each: _last_use.get(each, 0))
             _layouts.pop(oldest, None)
+            _last_use.pop(oldest, None)
         _layouts[key] = _make_layout(*json.loads(key))
     return key
 
