@@ -140,6 +140,24 @@ def test_results_of_training_steps(result, loop):
     assert vars(modules[0])["training_step"] is training_step
 
 
+@only_lightning
+def test_an_error_before_training_leaves_the_step_that_the_user_set(loop):
+    from blocksparse.integrations.lightning import DistillationCallback
+
+    modules = []
+
+    def training_step(batch):
+        raise AssertionError("no training")
+
+    def set_step(module):
+        module.training_step = training_step
+        modules.append(module)
+
+    with pytest.raises(bs.BlockSparseError, match="student: expected one of net"):
+        loop.run(Net(True), DistillationCallback(Teacher(), "no"), on_module=set_step)
+    assert vars(modules[0])["training_step"] is training_step
+
+
 @pytest.mark.parametrize("kind", ["frozen", "around"])
 def test_students_that_cannot_learn_are_refused(kind, loop):
     model = Net(True)

@@ -147,7 +147,6 @@ class DistillationCallback(Callback):
         options = {"output": output, "hidden": hidden, "temperature": temperature}
         self.student, self._distiller = student, Distiller(teacher, weight, options)
         self._losses: list[Tensor] = []
-        self._set_step: Any = None  # a training_step that the user set on the module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         names = [name for name, _ in pl_module.named_modules()]
@@ -160,7 +159,7 @@ class DistillationCallback(Callback):
             )
         self._distiller.begin(pl_module.get_submodule(self.student), lambda loss, *_: self._losses.append(loss))
         training_step = pl_module.training_step
-        self._set_step = getattr(training_step, "set_by_user", vars(pl_module).get("training_step"))
+        set_by_user = getattr(training_step, "set_by_user", vars(pl_module).get("training_step"))
 
         @functools.wraps(training_step)  # Lightning passes the arguments of its signature
         def with_distillation(*args: Any, **kwargs: Any) -> Any:
@@ -180,13 +179,15 @@ class DistillationCallback(Callback):
                 raise BlockSparseError.expected("training_step", "a tensor, a dict or None as its result", type(result))
             return result + loss
 
-        with_distillation.set_by_user = self._set_step  # type: ignore[attr-defined]
+        with_distillation.set_by_user = set_by_user  # type: ignore[attr-defined]
         pl_module.training_step = with_distillation
 
     def _end(self, pl_module: Any) -> None:
-        vars(pl_module).pop("training_step", None)
-        if self._set_step is not None:
-            pl_module.training_step = self._set_step
+        training_step = vars(pl_module).get("training_step")
+        if hasattr(training_step, "set_by_user"):  # Lightning also reports exceptions before training
+            del pl_module.training_step
+            if training_step.set_by_user is not None:
+                pl_module.training_step = training_step.set_by_user
         self._distiller.end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
