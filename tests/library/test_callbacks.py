@@ -49,6 +49,14 @@ def test_resuming_gives_the_same_bits(name, loop):
     same(again, by_hand(name))
 
 
+@only_transformers
+def test_resuming_from_another_folder(loop, tmp_path):
+    loop.save("SET", Net(True))
+    loop.folder, again = tmp_path / "other", Net(True)
+    loop.run(again, loop.callback(SPARSE["SET"]), resume=True, resume_from_checkpoint=str(loop.saved))
+    same(again, by_hand("SET"))
+
+
 def test_accumulated_gradients_are_one_step(loop):
     given = loop.callback(SPARSE["SET"])
     loop.run(Net(True), given, steps=3, accumulate=2)
@@ -59,7 +67,7 @@ def test_accumulated_gradients_are_one_step(loop):
 def test_a_checkpoint_without_the_methods_is_refused(loop):
     loop.save("SET", Net(True))
     (loop.saved / loop.callback.FILE).unlink()
-    with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors"):
+    with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors.*resume_from_checkpoint=FOLDER"):
         loop.run(Net(True), loop.callback(SPARSE["SET"]), resume=True)
 
 

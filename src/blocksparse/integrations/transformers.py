@@ -25,6 +25,10 @@ class SparsityCallback(TrainerCallback):
     Their state is saved in the Trainer's checkpoints. With `load_best_model_at_end`, the state of the best checkpoint
     is loaded, too. If a method has a penalty, its gradient is added after gradients are clipped.
 
+    The Trainer does not pass callbacks the argument of `train(resume_from_checkpoint=folder)`. If the folder is not in
+    `output_dir`, set `TrainingArguments(resume_from_checkpoint=folder)` to it, too. Otherwise the methods load the
+    checkpoint of the same step in `output_dir`, or raise an error if there is none.
+
     Args:
         methods, finish: see `blocksparse.integrations.lightning.SparsityCallback`.
 
@@ -51,9 +55,14 @@ class SparsityCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._methods.begin(kwargs["model"], kwargs["optimizer"])
-        if state.global_step:
-            checkpoint_folder = args.resume_from_checkpoint
-            self.load(checkpoint_folder if isinstance(checkpoint_folder, str) else _checkpoint_folder(args, state))
+        if not state.global_step:
+            return
+        folder = args.resume_from_checkpoint
+        try:
+            self.load(folder if isinstance(folder, str) else _checkpoint_folder(args, state))
+        except BlockSparseError as error:
+            hint = "set TrainingArguments(resume_from_checkpoint=FOLDER) to the folder that train() resumes from"
+            raise BlockSparseError(f"{error}; {hint}") from error
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         scaler = getattr(kwargs["optimizer"], "scaler", None)
