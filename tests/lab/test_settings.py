@@ -26,7 +26,9 @@ def test_the_learning_rate():
     [
         ({"decay": "sharp"}, "decay: expected one of linear, cosine, none, got 'sharp'"),
         ({"dtype": "float16"}, "dtype: expected one of float32, bfloat16"),
-        ({"steps": 0}, "steps: expected an int of 1 or more, got 0"),
+        ({"steps": 0}, "steps: expected an int, 1 or more, got 0"),
+        ({"steps": 2.5}, "steps: expected an int, 1 or more, got 2.5"),
+        ({"eval_every": "10"}, "eval_every: expected an int, 0 or more, got '10'"),
         ({"learning_rate": float("nan")}, "learning_rate: expected a number, not negative, got nan"),
         ({"ema": 1.0}, "ema: expected a number from 0 to below 1"),
         ({"momentum": 1.0}, "momentum: expected a number from 0 to below 1"),

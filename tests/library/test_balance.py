@@ -61,3 +61,9 @@ def test_invalid_costs():
         balanced_cuts([1, float("nan")], 1)
     with pytest.raises(BlockSparseError, match="got 0"):
         balanced_cuts([], 1)
+
+
+@pytest.mark.parametrize(("parts", "multiple"), [(0, 1), (2.0, 1), (1, 0)])
+def test_invalid_numbers_of_parts(parts, multiple):
+    with pytest.raises(BlockSparseError, match=r"(parts|multiple): expected an int, 1 or more, got"):
+        balanced_cuts([1, 1], parts, multiple)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..checked import integer
 from ..errors import BlockSparseError
 
 
@@ -30,8 +31,7 @@ def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int
     (0, 2, 5)
     """
     costs = np.asarray(costs, np.float64)
-    if parts < 1 or multiple < 1:
-        raise BlockSparseError.expected("parts and multiple", "positive ints", (parts, multiple))
+    parts, multiple = integer("parts", parts, 1), integer("multiple", multiple, 1)
     if not (np.isfinite(costs) & (costs >= 0)).all():
         raise BlockSparseError.expected("costs", "finite numbers >= 0", costs[~(np.isfinite(costs) & (costs >= 0))][0])
     ends = np.append(np.arange(multiple, len(costs), multiple), len(costs)) if len(costs) else np.zeros(0, np.int64)

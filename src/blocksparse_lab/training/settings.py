@@ -52,8 +52,7 @@ class Settings:
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         for name, least in (("steps", 1), ("warmup", 0), ("log_every", 0), ("eval_every", 0), ("save_every", 0)):
-            if getattr(self, name) < least:
-                raise BlockSparseError.expected(name, f"an int of {least} or more", getattr(self, name))
+            integer(name, getattr(self, name), least)
         for name in ("learning_rate", "weight_decay", "clip", "save_minutes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise BlockSparseError.expected(name, "a number, not negative", getattr(self, name))
