@@ -231,6 +231,7 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
         (["--data", "CSV", "--batch", "60", "--zeta", "1.5"], "zeta: expected a number from 0 to 1, got 1.5"),
         (["--data", "CSV", "--batch", "60", "--dropout", "1"], "dropout: expected a number from 0 to below 1"),
         (["--data", "CSV", "--batch", "60", "--lr", "nan"], "learning_rate: expected a number, not negative"),
+        (["--data", "CSV", "--rows", "8"], "rows: expected --neurons beside --rows, got --data"),
         (["--data", "CSV", "--importance-every", "0"], "importance_every: expected an int, 1 or more"),
         (["--data", "CSV", "--seed", "9999999999999999999999"], "seed: expected an int, 0 or more and below"),
         (["--data", "CSV", "--method", "dense", "--importance-from", "1"], "importance pruning: expected a sparse net"),

@@ -150,7 +150,9 @@ def mlp(
     neurons: Annotated[
         str | None, typer.Option(help="A net of this many neurons, such as 50M, with 65,536 inputs, on synthetic rows.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="With --neurons: synthetic rows to train on.")] = 512,
+    rows: Annotated[
+        int | None, typer.Option(help="With --neurons: synthetic rows to train on, 512 by default.")
+    ] = None,
     method: Annotated[
         str, typer.Option(help="set, smet, chts, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
     ] = "set",
@@ -170,8 +172,11 @@ def mlp(
         raise BlockSparseError.expected("data", "--data NAME, --data FILE.csv or --neurons", got)
     if neurons is not None and "hidden" in given:
         raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
+    if neurons is None and rows is not None:
+        raise BlockSparseError.expected("rows", "--neurons beside --rows", "--data")
     mlp_recipe.check_used(given, method)
     if neurons is not None:
+        rows = 512 if rows is None else rows
         settings = mlp_recipe.extreme(parse_count(neurons, "neurons"))
         table: mlp_recipe.Data = mlp_recipe.extreme_data(rows, max(1, rows // 4))
     else:
