@@ -24,7 +24,7 @@ def sentiment(
     checkpoint: Annotated[Path, typer.Argument(help="Byte model's checkpoint or run folder.")],
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with sst/ or aclImdb/; by default downloads.")] = None,
-    limit: Annotated[int | None, typer.Option(help="At most this many texts per part, for a quick test.")] = None,
+    limit: Annotated[int | None, typer.Option(help="About this many texts per part, for a quick test.")] = None,
     of: Annotated[
         str,
         typer.Option(

@@ -285,7 +285,7 @@ def sentiment(
     model: Annotated[Path, typer.Option(help="The language model: a charlm run folder or checkpoint.")],
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "imdb",
     data_dir: DataDir = None,
-    limit: Annotated[int | None, typer.Option(help="At most this many texts per part, for a quick test.")] = None,
+    limit: Annotated[int | None, typer.Option(help="About this many texts per part, for a quick test.")] = None,
     settings: finetune_recipe.FinetuneSettings,
     parallel: Parallel,
 ) -> None:

@@ -65,7 +65,7 @@ class Splits:
     test: Labelled
 
     def limited(self, count: int, seed: int = 0) -> Splits:
-        """Return at most `count` texts of each split, stratified by class.
+        """Return about `count` texts of each split, stratified by class.
 
         >>> from blocksparse_lab.data.reviews import Labelled, Splits
         >>> some = Labelled(list("abcdefgh"), [0, 1, 1, 1, 0, 1, 1, 1])
