@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checked import is_int, shape_of
+from ..checked import boolean, is_int, shape_of
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
@@ -67,11 +67,9 @@ class BlocksparseMatMul:
     ):
         if not is_int(feature_axis) or feature_axis not in (0, 1):
             raise BlockSparseError.expected("feature_axis", "0 or 1", repr(feature_axis))
-        if not isinstance(z_order, bool):
-            raise BlockSparseError.expected("z_order", "True or False", repr(z_order))
         self.layout = BlockLayout(layout, block_size)
         self.feature_axis = feature_axis
-        self.z_order = z_order
+        self.z_order = boolean("z_order", z_order)
         # Block k of w is block order[k] of the layout.
         self._order = _z_order(self.layout) if z_order else None
         self._inverse = None if self._order is None else self._order.argsort()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checked import averaged_axis, is_block_age
 from ..checkpoint import as_json, parsed
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, first_line
 from ..files import path_of
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
@@ -427,4 +427,4 @@ def _reason(error: BaseException) -> str:
     if any(word in str(error) for word in ("weights_only", "PytorchStreamReader")):
         # PyTorch's own message advises to load the file anyway, which would run the code in it.
         return "a data file that is cut or damaged"
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -121,11 +121,9 @@ class ShardedWeight(WeightHandle):
         part = self.module.part
         if part is None:
             return keys, scores
-        lines = list(np.divmod(keys, self.module.layout.grid[1]))
-        lines[part.axis] = part.lines[lines[part.axis]]
         places, values = (
             all_gather_ragged(torch.from_numpy(each).to(self.local.device), part.group).cpu().numpy()
-            for each in (lines[0] * part.grid[1] + lines[1], scores)
+            for each in (part.global_keys(keys, self.module.layout.grid[1]), scores)
         )
         order = places.argsort(kind="stable")
         return places[order], values[order]

@@ -45,7 +45,7 @@ def compare(
     console = Console()
     console.print(_table(read_runs, narrow=console.width < 100))
     data = [of for run in read_runs if isinstance(of := run.task.get("text", run.task.get("data")), dict)]
-    if any(of != data[0] for of in data) or len({run.unit for run in read_runs}) > 1:
+    if any(of != data[0] for of in data):
         say(console, "these runs have different data: do not compare their held-out figures", "yellow")
     if len(grouped) < len(read_runs):
         console.print()

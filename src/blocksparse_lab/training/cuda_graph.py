@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from blocksparse.errors import first_line
+
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -72,7 +74,6 @@ class GraphedStep:
                 self._work(*self._inputs)
         except Exception as error:
             self._failed = True
-            lines = str(error).splitlines() or [type(error).__name__]
-            self._note(f"training without a CUDA graph, which is slower: {lines[0]}")
+            self._note(f"training without a CUDA graph, which is slower: {first_line(error)}")
             return
         self._graph = graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from blocksparse.errors import BlockSparseError
 
+from ..data.labels import digest
 from ..data.text import Text
 from ..option import option
 from .callback import Task, part_of_batch
@@ -110,7 +110,4 @@ class Streams(Task):
 
 def _digest(text: Text) -> dict[str, Any]:
     """Identify the text and where it is split."""
-    sha = hashlib.sha256()
-    for data in (text.train, text.held_out):
-        sha.update(data.numpy().data)
-    return {"sha256": sha.hexdigest()[:16], "train": len(text.train), "held_out": len(text.held_out)}
+    return {"sha256": digest(text.train, text.held_out), "train": len(text.train), "held_out": len(text.held_out)}
