@@ -68,8 +68,8 @@ def writable_folder(name: str, value: Any) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        expected = "a folder that files can be written to"
-        raise BlockSparseError.expected(name, expected, f"{folder}: {error.strerror or error}") from error
+        got = f"{folder} ({error.strerror or error})"
+        raise BlockSparseError.expected(name, "a folder to write to", got) from error
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from blocksparse.errors import BlockSparseError
+from blocksparse.files import writable_folder
 
 
 def make_folder(out: Path) -> Path:
@@ -16,11 +16,7 @@ def make_folder(out: Path) -> Path:
     Raises:
         BlockSparseError: no file can be written to it.
     """
-    with report_os_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=out):
-            pass
-    return out
+    return writable_folder("out", out)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def test_the_command_writes_a_report(tmp_path):
 def test_a_worker_that_fails_is_named(wasap, tmp_path):
     run = wasap.Run(1, 0)
     wasap.measure(run, wasap.Options(1, None, str(tmp_path), 200.0), print)
-    assert "BlockSparseError: folder: expected one with train-images-idx3-ubyte" in run.failure
+    assert f"BlockSparseError: folder: expected {tmp_path}/train-images-idx3-ubyte" in run.failure
 
 
 def measured(wasap, monkeypatch, script, patience=60.0):
@@ -229,7 +229,7 @@ def test_runs_of_a_command_line(wasap, tmp_path, monkeypatch):
         ({"threads": True, "processes": "2"}, "threads: expected two cores or more, and one process among the runs"),
         ({"processes": "1", "wassp": True}, "processes: expected several somewhere, for --wassp and --rates, got 1"),
         ({"processes": "1", "rates": "2"}, "processes: expected several somewhere, for --wassp and --rates, got 1"),
-        ({"data_dir": "nowhere"}, "folder: expected one with train-images-idx3-ubyte"),
+        ({"data_dir": "nowhere"}, "folder: expected nowhere/train-images-idx3-ubyte"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

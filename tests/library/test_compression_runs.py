@@ -263,7 +263,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder that files can be written to"):
+        with pytest.raises(bs.BlockSparseError, match="folder: expected a folder to write to"):
             bs.compress(Classifier().eval(), labelled(128), **options(folder=folder))
 
 

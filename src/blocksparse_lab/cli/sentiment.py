@@ -45,12 +45,11 @@ def sentiment(
     L1 logistic regression; C is chosen on the validation set, and the test set is used once. Features are cached next
     to the checkpoint.
     """
-    import torch
-
     from .. import machine
     from ..bench import report
     from ..data import reviews
     from ..recipes import sentiment as recipe
+    from ..training.trainer import device_of
 
     path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
     if not path.is_file():
@@ -60,8 +59,7 @@ def sentiment(
             raise BlockSparseError.expected(name, "a positive number", number)
     if of not in recipe.STATES:
         raise BlockSparseError.expected("of", f"one of {', '.join(recipe.STATES)}", of)
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
+    device_of(device)
     report.figure_and_axes((1, 1))  # report a missing package now, not after hours
     folder = make_folder(path.parent if out is None else out)
 

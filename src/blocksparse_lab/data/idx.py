@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +64,4 @@ def mnist(folder: str | Path) -> Images:
 
 def _find(folder: str | Path, name: str) -> Tensor:
     """Read a published file, gzipped or not."""
-    for path in (files.path_of("folder", folder) / file for file in (f"{name}.gz", name)):
-        if os.path.exists(path):
-            return read(path)
-    raise BlockSparseError.expected("folder", f"one with {name}.gz or {name}", folder)
+    return read(files.first_existing("folder", folder, f"{name}.gz", name))
