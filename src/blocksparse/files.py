@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import shutil
 import stat
 import tarfile
 import tempfile
@@ -218,15 +217,7 @@ def _untar(archive: Path, folder: Path) -> None:
             # After a size below 0 the next header would come before this one.
             if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
                 raise tarfile.ExtractError(f"{member.name[:100]} is neither a plain file nor a folder")
-            # Not `filter="data"`, which Python 3.11.0 to 3.11.3 lack. Owner, mode and time are not restored.
-            path = (folder / member.name.lstrip("/")).resolve()
-            if not path.is_relative_to(folder.resolve()):
-                raise tarfile.ExtractError(f"{member.name[:100]} leads out of the folder")
-            content = tar.extractfile(member)
-            (path if content is None else path.parent).mkdir(parents=True, exist_ok=True)
-            if content is not None:
-                with open(path, "wb") as to:
-                    shutil.copyfileobj(content, to)
+            tar.extract(member, folder, filter="data")
 
 
 def _check_members(archive: Path, count: int) -> None:

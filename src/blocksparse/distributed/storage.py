@@ -159,7 +159,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath") and value is not None)
         ):  # fmt: skip
             return value
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an Enum
+        # PyTorch under Python 3.11.0 to 3.11.3 wrote members of an Enum so. Such checkpoints must still load.
+        if (module, name) == ("builtins", "getattr"):
             return _enum_member
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
 
