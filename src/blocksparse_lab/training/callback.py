@@ -101,7 +101,11 @@ class Task(Callback):
 
 
 class WrappedTask(Task):
-    """A task whose model another method changes during training; all else is the wrapped task's."""
+    """A task whose model another method changes during training.
+
+    It forwards `split`, `attach`, `before_step`, `after_update`, `loss` and `evaluate` to the wrapped task. Subclasses
+    forward the state, `about` and, for CUDA graphs, `inputs` and `loss_of`.
+    """
 
     def __init__(self, task: Task):
         self.task = task
