@@ -130,8 +130,8 @@ def alternate(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(rounds):
-            running = [name for name in peers or [first_name] if spent[name] < share]
+        for nth in range(rounds):
+            running = [name for name in peers or [first_name] if nth == 0 or spent[name] < share]
             if not running:
                 break
             for name, call in calls.items():

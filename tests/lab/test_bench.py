@@ -64,6 +64,11 @@ def test_slow_peer_skips_rounds_and_budget_ends_them():
     assert samples.ratio("slow", "ours").median == pytest.approx(5000)
 
 
+def test_calls_have_one_round_without_a_budget():
+    samples = alternate({"a": lambda: ("a", 1.0), "b": lambda: ("b", 2.0)}, rounds=3, budget=0, clock=Clock())
+    assert samples.seconds == {"a": [1.0], "b": [2.0]}
+
+
 def test_ratio_is_per_round():
     # The machine is half as fast in the second round, which the ratio ignores.
     samples = Samples({"ours": [1.0, 2.0, 1.0], "theirs": [3.0, 6.0, math.nan]}, {})
