@@ -162,7 +162,7 @@ def about(path: str | Path) -> dict[str, Any]:
     Raises:
         BlockSparseError: as `load`, except for damaged tensors, which are not detected.
     """
-    with _open(Path(path)) as (_, metadata):
+    with _open(path_of("checkpoint", path)) as (_, metadata):
         description = parsed(metadata["about"])
         if not isinstance(description, dict):
             raise ValueError("its description is not that of a checkpoint")

@@ -234,6 +234,11 @@ def test_a_damaged_tensor_is_named(path):
     assert checkpoint.about(path) == {}
 
 
+def test_a_description_needs_a_path():
+    with pytest.raises(BlockSparseError, match="checkpoint: expected a path, got None"):
+        checkpoint.about(None)
+
+
 @pytest.mark.parametrize(
     "about", ["[1, 2]", "null", "7", "{", "[" * 100_000, '{"a":' * 100_000, "1" * 5000], ids=lambda text: text[:6]
 )
