@@ -187,7 +187,7 @@ def test_classes_are_in_order(tmp_path, labels, classes):
         ("label,text\n1,a, b\n", r"line 2: expected 2 columns as in line 1, got 3"),
         (b"label,text\n1,a\n0,\xe9\n", r"line 3: expected UTF-8, got byte 0xe9"),
         ('label,text\n1,a\n0,"b\n1,c\n0,d\n', r"line 3: expected a row of a csv file, got unexpected end of data"),
-        ("label,text\n1," + "a" * 140_000, r"line 2: expected a row of a csv file, got field larger"),
+        ("label,text\n1," + "a" * 140_000, r"line 2: expected fields of at most 131,072 characters, got field larger"),
     ],
 )
 def test_broken_csv_files_are_refused_with_the_line(tmp_path, content, message):

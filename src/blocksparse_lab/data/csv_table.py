@@ -26,8 +26,8 @@ def records(path: Any) -> Iterator[tuple[int, list[str]]]:
     """Yield the nonempty rows of a csv file in UTF-8, gzipped or not, with the number of their first line.
 
     Raises:
-        BlockSparseError: the file is missing, not UTF-8 or not csv, or a row, which quoted fields may spread over
-            lines, has more than 16 Mi characters; with the line.
+        BlockSparseError: the file is missing, not UTF-8 or not csv; a row, which quoted fields may spread over lines,
+            has more than 16 Mi characters; a field has more than 131,072 characters. The error names the line.
     """
     taken = 0
 
@@ -50,7 +50,10 @@ def records(path: Any) -> Iterator[tuple[int, list[str]]]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise BlockSparseError.expected(f"{path}, line {first}", "a row of a csv file", error) from error
+            wanted = "a row of a csv file"
+            if "larger" in str(error):  # than the limit of Python's csv module
+                wanted = f"fields of at most {csv.field_size_limit():,} characters"
+            raise BlockSparseError.expected(f"{path}, line {first}", wanted, error) from error
         if row is None:
             return
         if row:
