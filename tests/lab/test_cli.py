@@ -142,7 +142,8 @@ def test_layout_of_a_rectangle_says_what_is_not_connected():
         (["random"], "size: expected --features N or --shape OUT,IN, got neither"),
         (["random", "--features", "64", "--shape", "64,64"], "size: expected --features N or --shape OUT,IN, got both"),
         (["random", "--shape", "64"], "shape: expected OUT,IN, got '64'"),
-        (["barabasi_albert", "--shape", "64,64"], "size: expected --features N (barabasi_albert is square)"),
+        (["barabasi_albert", "--shape", "64,64"], "size: expected --features N (barabasi_albert is square), got --sh"),
+        (["watts_strogatz"], "size: expected --features N (watts_strogatz is square), got none"),
         (
             ["random", "--features", "64", "--m", "3"],
             "--m: expected one of the patterns that take it (barabasi_albert)",

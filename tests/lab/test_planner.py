@@ -112,6 +112,7 @@ def test_command_is_readable(width, more):
         (["--params", "many"], "expected a number"),
         (["--params", "10001B"], "params: expected at most 10T"),
         (["--width", "100"], "a multiple of 64"),
+        (["--per-node", "0"], "per_node: expected an int, 1 or more, got 0"),
         (["--memory", "-1"], "memory: expected from 1e-06"),
         (["--dtype", "int3"], "dtype: expected one of"),
         (["--params", "1", "--layers", "96"], "params: expected at least a block"),

@@ -133,7 +133,7 @@ def test_search_stops_in_time_and_ignores_noise():
     [
         ({"passes": ["train"]}, "passes: expected some of forward, dgrad, wgrad, got 'train'"),
         ({"blocks": []}, "blocks: expected at least one"),
-        ({"dtypes": ["int8"]}, "dtype: expected one of"),
+        ({"dtypes": ["fp32"]}, "dtypes: expected some of float32, float64, bfloat16, float16, tf32, got 'fp32'"),
         ({"densities": [0.0]}, "density: expected a number above 0"),
         ({"hidden": 100}, "a multiple of the block size 16"),
     ],

@@ -28,6 +28,7 @@ from ..machine import machine
 from .case import OURS
 from .device import Device
 from .linear import LinearBench, LinearCase
+from .linear_specs import DTYPES as ALL_DTYPES
 from .linear_specs import LinearSpec
 from .report import duration, short
 
@@ -87,9 +88,10 @@ def cases(
     for density in densities:
         if not number("density", density, 0, 1):
             raise BlockSparseError.expected("density", "a number above 0", density)
-    for pass_ in passes:
-        if pass_ not in tiles.PASSES:
-            raise BlockSparseError.expected("passes", f"some of {', '.join(tiles.PASSES)}", repr(pass_))
+    for name, values, known in (("dtypes", dtypes, (*ALL_DTYPES, "tf32")), ("passes", passes, tiles.PASSES)):
+        for value in values:
+            if value not in known:
+                raise BlockSparseError.expected(name, f"some of {', '.join(known)}", repr(value))
     grid = itertools.product(dtypes, tokens, blocks, passes, densities)
     return [
         Case(LinearSpec(hidden, hidden, n, block, density, dtype.replace("tf32", "float32"), pass_), dtype == "tf32")

@@ -173,7 +173,8 @@ def build(
             )
     if "features" in takes:
         if features is None or shape is not None:
-            raise BlockSparseError.expected("size", f"--features N ({pattern} is square)", f"--shape {shape}")
+            got = "none" if shape is None else f"--shape {shape}"
+            raise BlockSparseError.expected("size", f"--features N ({pattern} is square)", got)
         return construct(features, block_size, **options)
     return construct(_shape(features, shape), block_size, **options)
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from .options import parse_count
@@ -100,12 +101,12 @@ def _changed(device: Hardware, **given: float | None) -> Hardware:
     for name, value in given.items():
         if value is None:
             continue
-        if not MIN_RATE <= value <= MAX_RATE:
+        if name == "per_node":
+            changes["devices"] = integer(name, value, 1)
+        elif not MIN_RATE <= value <= MAX_RATE:
             raise BlockSparseError.expected(name, f"from {MIN_RATE:g} to {MAX_RATE:g}", value)
-        if name == "memory":
+        elif name == "memory":
             changes["memory"] = value * GB
-        elif name == "per_node":
-            changes["devices"] = value
         else:
             changes[name] = Network.uniform(getattr(device, name).all_reduce.latency, value * GB)
     return replace(device, **changes)
