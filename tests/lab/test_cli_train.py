@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_a_number_ends_in_one_line(book, tmp_path, monkeypatc
         (["--text", "SHORT"], "short.txt: expected about 331 bytes or more, for a context of 32"),
         (["--text", "BOOK", "--batch", "2000"], "topics.txt: expected 64,001 bytes or more to train on"),
         (["--text", "BOOK", "--rewire", "nan"], "rewire: expected a number from 0 to 1, got nan"),
-        (["--text", "BOOK", "--held-out", "1e-320"], "held_out: expected a part between 0 and 1"),
+        (["--text", "BOOK", "--held-out", "1e-320"], "held_out: expected a fraction above 0 and below 1"),
         (["--text", "BOOK", "--params", "1M"], "size: expected --width or --params, got both"),
         (["--text", "BOOK", "--width", "60"], "width: expected a multiple of the block, 8, got 60"),
         (["--text", "BOOK", "--cell", "gru"], "cell: expected one of lstm, mlstm, smallworld, got 'gru'"),

@@ -199,7 +199,7 @@ def test_edge_bias_makes_borders_whole():
 def test_edge_bias_refuses(arguments, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         bs.nn.EdgeBias(4, *arguments)
-    with pytest.raises(bs.BlockSparseError, match=r"y: expected \[n, 4, 7, 7\], got \[1, 4, 6, 7\]"):
+    with pytest.raises(bs.BlockSparseError, match=r"input: expected \[n, 4, 7, 7\] or \[4, 7, 7\], got \[1, 4, 6, 7\]"):
         bs.nn.EdgeBias(4, (7, 7), 3, padding=1)(torch.randn(1, 4, 6, 7))
 
 

@@ -100,6 +100,7 @@ def test_warm_up():
         (lambda a, v: union_average([a, a], [v]), "got 2 layouts and 1 values"),
         (lambda a, v: union_average([a, a.T], [v, v]), "layouts: expected one grid and block"),
         (lambda a, v: union_average([a, a], [v, v.double()]), "values: expected as the first ones"),
+        (lambda a, v: union_average([a, a], [v, v.to("meta")]), "values: expected .*float32, cpu, got .*, meta"),
         (lambda a, v: prune_to(a, v, a.nnz + 1), "nnz: expected at most the 180 blocks"),
         (lambda a, v: prune_to(a, v, -1), "nnz: expected an int, 0 or more"),
         (lambda a, v: warm_up(math.nan, 2, 0), "rate: expected"),

@@ -82,7 +82,8 @@ class EdgeBias(nn.Module):
         y, expected = input, (self.channels, *self.pattern.shape)
         axes = len(expected)
         if not isinstance(y, Tensor) or y.dim() not in (axes, axes + 1) or tuple(y.shape[-axes:]) != expected:
-            raise BlockSparseError.expected("y", f"[n, {', '.join(map(str, expected))}]", shape_of(y))
+            sizes = ", ".join(map(str, expected))
+            raise BlockSparseError.expected("input", f"[n, {sizes}] or [{sizes}]", shape_of(y))
         gain = torch.cat([self.gain.new_ones(1, self.channels), self.gain])[self.pattern].movedim(-1, 0)
         bias = torch.cat([self.bias.new_zeros(1, self.channels), self.bias])[self.pattern].movedim(-1, 0)
         return y * gain.to(y.dtype) + bias.to(y.dtype)

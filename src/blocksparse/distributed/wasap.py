@@ -83,7 +83,8 @@ def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> t
         layout.check_values(each)
         if each.shape[1:] != first.shape[1:] or each.dtype != first.dtype or each.device != first.device:
             got = f"{list(each.shape)}, {each.dtype}, {each.device}"
-            raise BlockSparseError.expected("values", f"as the first ones, {list(first.shape)}, {first.dtype}", got)
+            expected = f"as the first ones, {list(first.shape)}, {first.dtype}, {first.device}"
+            raise BlockSparseError.expected("values", expected, got)
     keys = [layout.keys_of_blocks() for layout in layouts]
     union = np.sort(np.concatenate(keys))
     union = union[np.flatnonzero(np.diff(union, prepend=-1))]

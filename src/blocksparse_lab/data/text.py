@@ -61,7 +61,7 @@ def split(data: bytes, context: int, *, name: str = "text", held_out: float = 0.
     b'a rose'
     """
     if not 1e-9 <= held_out <= 1 - 1e-9:
-        raise BlockSparseError.expected("held_out", "a part between 0 and 1", held_out)
+        raise BlockSparseError.expected("held_out", "a fraction above 0 and below 1", held_out)
     tail = int(len(data) * held_out)
     if min(tail, len(data) - tail) <= context:
         least = int((context + 1) / min(held_out, 1 - held_out)) + 1

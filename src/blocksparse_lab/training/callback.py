@@ -66,7 +66,7 @@ class Task(Callback):
 
     def split(self, rank: int, processes: int) -> None:
         """Compute only the shard of each batch that belongs to `rank`. Called before all else."""
-        raise BlockSparseError.expected(type(self).__name__, "one process", f"{processes}")
+        raise BlockSparseError.expected(type(self).__name__, "one process: start it without torchrun", processes)
 
     def inputs(self, step: int) -> tuple[Tensor, ...] | None:
         """Return the inputs of `loss_of`, with the same shapes for each step; None if a step cannot be a CUDA graph."""
