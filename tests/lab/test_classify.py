@@ -27,6 +27,7 @@ TOPOLOGIES = {
     "rigl": Topology("rigl", every=3),
     "smet": Topology("smet"),
     "chts": Topology("chts"),
+    "gradual": Topology("gradual", initial_density=0.29, density=0.15),
     "elastic": Topology("set", elastic=True),
     "pruned": Topology("set", importance_from=1, importance_every=2),
 }
@@ -100,7 +101,15 @@ def test_a_penalty_is_added_to_the_loss():
 
 @pytest.mark.parametrize(
     ("topology", "dense"),
-    [("set", False), ("smet", False), ("chts", False), ("fixed", False), ("rigl", False), ("fixed", True)],
+    [
+        ("set", False),
+        ("smet", False),
+        ("chts", False),
+        ("gradual", False),
+        ("fixed", False),
+        ("rigl", False),
+        ("fixed", True),
+    ],
 )
 def test_it_learns(topology, dense, tmp_path):
     made = task(topology, epochs=12, dense=dense)
@@ -140,6 +149,30 @@ def test_when_the_topology_changes(topology, changes, tmp_path):
     assert [step for step, _ in seen] == steps
     assert len({tuple(layout.nnz for layout in layouts) for _, layouts in seen}) == 1
     assert len({layouts[-1] for _, layouts in seen}) == 1
+
+
+def test_gradual_pruning_ends_after_half_of_the_steps(tmp_path):
+    made = task("gradual")
+    counts = []
+    update = made.after_update
+
+    def noting():
+        update()
+        counts.append(sum(layer.layout.nnz for layer in made.model.layers[:-1]))
+
+    made.after_update = noting
+    train(tmp_path, made, SGD)
+    assert [step for step in range(1, 24) if counts[step] != counts[step - 1]] == [3, 7, 11]
+    assert counts[-1] == round(0.15 * (20 * 30 + 30 * 30))
+
+
+def test_gradual_pruning_begins_with_more_connections_and_ends_with_as_many():
+    recipe = mlp.MLPSettings(method="gradual", hidden=(30, 30), epsilon=2, surplus=2.0, batch=16)
+    model = mlp.network(recipe, table())
+    topology = mlp.task(recipe, model, table()).topology
+    stored = sum(layer.layout.nnz for layer in model.layers[:-1]) / (20 * 30 + 30 * 30)
+    assert stored == pytest.approx(topology.initial_density, rel=0.2)
+    assert topology.initial_density == pytest.approx(2 * topology.density)
 
 
 def test_elastic_mutation_moves_half_as_much_and_then_nothing(tmp_path):
@@ -266,5 +299,5 @@ def test_mistakes(arguments, message):
 
 
 def test_an_unknown_method():
-    with pytest.raises(BlockSparseError, match="method: expected one of set, smet, chts, rigl, none, got 'best'"):
+    with pytest.raises(BlockSparseError, match=r"method: expected one of set, .*, gradual, none, got 'best'"):
         Topology("best")

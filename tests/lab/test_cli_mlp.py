@@ -216,7 +216,7 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
         (["--data", "CSV", "--hidden", "5,0"], "hidden: expected positive ints with commas between"),
         (
             ["--data", "CSV", "--method", "best"],
-            "method: expected one of set, smet, chts, rigl, fixed, dense, 2:4, got 'best'",
+            "method: expected one of set, smet, chts, rigl, gradual, fixed, dense, 2:4, got 'best'",
         ),
         (
             ["--data", "CSV", "--method", "2:4", "--hidden", "30,8"],
@@ -242,7 +242,7 @@ def test_a_signal_saves_and_says_how_to_resume(points, tmp_path, monkeypatch):
         ),
         (
             ["--data", "CSV", "--method", "fixed", "--zeta", "0.2"],
-            "zeta: expected method set or smet or chts, got fixed",
+            "zeta: expected method set or smet or chts or gradual, got fixed",
         ),
         (["--data", "HOLES"], "holes.csv, line 3, column b: expected a finite number, got a hole"),
         (["--data", "ONE"], "one.csv: expected labels of two classes or more, got only 1 down to line 2"),

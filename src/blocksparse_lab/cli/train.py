@@ -154,7 +154,7 @@ def mlp(
         int | None, typer.Option(help="With --neurons: synthetic rows to train on, 512 by default.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="set, smet, chts, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
+        str, typer.Option(help="set, smet, chts, rigl, gradual, fixed (never changed), dense, or 2:4 (SR-STE).")
     ] = "set",
     device: Device = "cpu",
     seed: Seed = 0,

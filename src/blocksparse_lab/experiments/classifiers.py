@@ -39,6 +39,7 @@ TOPOLOGIES = {
     "rigl": "sparse, evolved (RigL)",
     "smet": "sparse, evolved (SMET)",
     "chts": "sparse, evolved (CHTs)",
+    "gradual": "sparse, pruned and regrown from more weights",
     "2:4": "two of four weights, evolved (SR-STE)",
 }
 
@@ -222,7 +223,7 @@ def _replaced(topology: Mapping[str, Any]) -> str:
     if "zeta" not in topology:
         return "-"
     zeta = topology["zeta"]
-    if topology["method"] in ("smet", "chts"):
+    if topology["method"] in ("smet", "chts", "gradual"):
         return f"{zeta:g} at first, less and less by a cosine"
     return f"{zeta:g}, {zeta / 2:g} after 9/16 of the epochs, 0 after 3/4" if "elastic" in topology else f"{zeta:g}"
 
@@ -279,6 +280,7 @@ def _methods(
     }
     tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
     tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
+    grown = {"prune and regrow": replace(recipe, method="gradual")} if data == "cifar10" else {}
     together = {"set, one layout": replace(recipe, layout_seed=LAYOUT_SEED)} if data in ONE_LAYOUT else {}
     # Prunes three times the least important fifth of a layer's remaining neurons.
     importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
@@ -307,6 +309,7 @@ def _methods(
             "rigl": replace(recipe, method="rigl"),
             "smet": replace(recipe, method="smet"),
             "chts": replace(recipe, method="chts"),
+            **grown,
             "2:4": replace(short, method="2:4"),
             **longer,
             **tuned,

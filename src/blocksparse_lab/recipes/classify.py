@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
-from blocksparse.sparsity import SET, SMET, BlockClock, CHTs, ImportancePruning, RigL
+from blocksparse.sparsity import SET, SMET, BlockClock, CHTs, GradualBlockPruning, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 
 from ..option import option
@@ -22,7 +22,7 @@ from ..training.callback import EpochTask
 from ..training.running_means import sync_means
 
 KIND = "classify"
-METHODS = ("set", "smet", "chts", "rigl", "none")
+METHODS = ("set", "smet", "chts", "rigl", "gradual", "none")
 BETWEEN_EPOCHS = ("set", "smet", "chts")
 
 # Batches joined in an evaluation, which needs memory for the outputs of two layers, not of all.
@@ -76,12 +76,14 @@ class Topology(Importance):
 
     Args:
         method: "set", "smet" or "chts" for these methods of `bs.sparsity` between epochs, "rigl" for `RigL` every
-            `every` steps during the first three quarters of the steps, or "none". CHTs has a `BlockClock`, as SMET.
+            `every` steps during the first three quarters of the steps, "gradual" for `GradualBlockPruning` with
+            regrowth during the first half, or "none". CHTs and gradual pruning have a `BlockClock`, as SMET.
         zeta, evolve_every: (initial) fraction that moves, and epochs between evolutions; not for RigL.
         regrow: SET's initial values of new connections.
         elastic: SET's zeta halves after 9/16 of the epochs and is 0 after 3/4, as in MEST's elastic mutation (Yuan et
             al. 2021; by its code, which drops by magnitude alone).
         fraction, every: RigL's alpha, and steps between changes.
+        initial_density, density: at which gradual pruning begins and ends, of the layers that change.
     """
 
     method: str = "none"
@@ -91,6 +93,8 @@ class Topology(Importance):
     elastic: bool = False
     fraction: float = 0.3
     every: int = 100
+    initial_density: float = 1.0
+    density: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +107,7 @@ class Topology(Importance):
             "set": ("method", "zeta", "evolve_every", "regrow", *(["elastic"] if self.elastic else [])),
             **dict.fromkeys(("smet", "chts"), ("method", "zeta", "evolve_every")),
             "rigl": ("method", "fraction", "every"),
+            "gradual": ("method", "zeta", "evolve_every", "initial_density", "density"),
             "none": (),
         }[self.method]
         pruning = tuple(key for key in asdict(self) if key.startswith("importance"))
@@ -172,12 +177,18 @@ class ClassifyTask(EpochTask):
         epochs = self.steps // self.steps_per_epoch
         if t.method == "smet":
             self.methods["smet"] = SMET(self.model, optimizer, epochs, **moving)
+        clock: Any = BlockClock(optimizer) if t.method in ("chts", "gradual") else None
         if t.method == "chts":
-            clock: Any = BlockClock(optimizer)
             self.methods["chts"] = CHTs(self.model, clock, epochs, **moving)
         if t.method == "rigl":
             end = max(1, 3 * self.steps // 4)
             self.methods["rigl"] = RigL(self.model, optimizer, end, every=t.every, alpha=t.fraction, **how)
+        if t.method == "gradual":
+            end, every = max(1, self.steps // 2), t.evolve_every * self.steps_per_epoch
+            self.methods["gradual"] = GradualBlockPruning(
+                self.model, clock, t.density, end=end, every=every, regrow=t.zeta,
+                initial_density=t.initial_density, seed=self.seed, **how,
+            )  # fmt: skip
 
     def before_step(self, step: int) -> None:
         if step and step % self.steps_per_epoch == 0:
@@ -190,7 +201,7 @@ class ClassifyTask(EpochTask):
         method.zeta = self.topology.zeta * (1 if trained < 9 / 16 else 0.5 if trained < 3 / 4 else 0)
 
     def after_update(self) -> None:
-        self._change("rigl")
+        self._change("rigl", "gradual")
 
     def _change(self, *names: str) -> None:
         for name in names:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from blocksparse.conversion import load_sparsified
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn import Linear
 from blocksparse.sparsity import SRSTE
+from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
 
 from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
@@ -28,7 +30,7 @@ from ..training.settings import EpochSettings
 from ..training.trainer import Trainer, device_of
 from .classify import BETWEEN_EPOCHS, KIND, ClassifyTask, Data, Importance, Topology
 
-EVOLVED = (*BETWEEN_EPOCHS, "rigl")
+EVOLVED = (*BETWEEN_EPOCHS, "rigl", "gradual")
 METHODS = (*EVOLVED, "fixed", "dense", "2:4")
 _DENSE = ("dense", "2:4")  # methods that store dense weights
 
@@ -40,13 +42,14 @@ SAVE_EVERY = 500
 class MLPSettings(Importance, EpochSettings):
     """A net, how its connections evolve, and its training."""
 
-    method: str = option("set", "set, smet, chts, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")
+    method: str = option("set", "set, smet, chts, rigl, gradual, fixed (never changed), dense, or 2:4 (SR-STE).")
     hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, such as 1000,1000,1000.")
     epochs: int = option(500, "Epochs; its default and those below depend on the data.")
     epsilon: float = option(20, "A layer gets about epsilon (n_in + n_out) connections.")
-    zeta: float = option(0.3, "set, smet, chts: fraction of the connections that an evolution replaces.")
+    surplus: float = option(5.0, "gradual: begins with this times as many connections, which fall in the first half.")
+    zeta: float = option(0.3, "set, smet, chts, gradual: fraction of the connections that an evolution replaces.")
     # An epoch of few rows is too short to show which connections are useful.
-    evolve_every: int = option(1, "set, smet, chts: epochs between evolutions.")
+    evolve_every: int = option(1, "set, smet, chts, gradual: epochs between evolutions.")
     regrow: str = option("zeros", "set: initial values of new connections: zeros, he (as in the papers) or xavier.")
     elastic: bool = option(False, "set: half of zeta after 9/16 of the epochs, none after 3/4 (MEST).")
     alpha: float = option(0.6, "Slope of All-ReLU.")
@@ -69,13 +72,15 @@ class MLPSettings(Importance, EpochSettings):
     @property
     def topology(self) -> Topology:
         """How `ClassifyTask` changes the connections."""
-        names = {one.name for one in fields(Topology)} - {"fraction", "every"}
+        names = {one.name for one in fields(Topology)} - {"fraction", "every", "initial_density", "density"}
         method = self.method if self.method in EVOLVED else "none"
         return Topology(**{name: getattr(self, name) for name in names} | {"method": method})
 
 
 # Fields that have an effect with some methods only.
-USED_BY = dict.fromkeys(("regrow", "elastic"), ("set",)) | dict.fromkeys(("zeta", "evolve_every"), BETWEEN_EPOCHS)
+USED_BY: dict[str, tuple[str, ...]] = dict.fromkeys(("regrow", "elastic"), ("set",))
+USED_BY |= dict.fromkeys(("zeta", "evolve_every"), (*BETWEEN_EPOCHS, "gradual"))
+USED_BY["surplus"] = ("gradual",)
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code, except that new connections
 # start at 0. Random values disturb trained weights: on Higgs, SET with them was worse than no evolution.
@@ -117,7 +122,7 @@ def check_used(given: Iterable[str], method: str) -> None:
     >>> check_used(["zeta", "alpha"], "fixed")
     Traceback (most recent call last):
     ...
-    blocksparse.errors.BlockSparseError: zeta: expected method set or smet or chts, got fixed
+    blocksparse.errors.BlockSparseError: zeta: expected method set or smet or chts or gradual, got fixed
     """
     for name in given:
         users = USED_BY.get(name, (method,))
@@ -163,11 +168,12 @@ def network(settings: MLPSettings, data: Data) -> SparseMLP:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
     if settings.layout_seed is not None:
         check_used(["layout_seed"], method)
-    sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": settings.epsilon}
+    epsilon = _first_epsilon(settings)
+    sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": epsilon}
     sizes = (data.features, *settings.hidden, len(data.classes))
     for size in sizes:
         integer("sizes", size, 1)
-    least = (a * b if method in _DENSE else min(a * b, settings.epsilon * (a + b)) for a, b in pairwise(sizes))
+    least = (a * b if method in _DENSE else min(a * b, epsilon * (a + b)) for a, b in pairwise(sizes))
     # A random layout misses this number, but never by half.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
     model = SparseMLP(
@@ -224,6 +230,22 @@ def _weight(layer: Any) -> Tensor:
     return weight
 
 
+def _first_epsilon(settings: MLPSettings) -> float:
+    """Return the epsilon of the first layouts."""
+    return settings.epsilon * (number("surplus", settings.surplus, 1) if settings.method == "gradual" else 1)
+
+
+def hidden_density(sizes: Sequence[int], epsilon: float) -> float:
+    """Return the density of the Erdos-Renyi layouts of all layers but the last, as one number.
+
+    >>> from blocksparse_lab.recipes.mlp import hidden_density
+    >>> round(hidden_density([3072, 4000, 1000, 4000, 10], epsilon=20), 4)
+    0.0168
+    """
+    shapes = list(pairwise(sizes))[:-1]
+    return sum(erdos_renyi_density(shape, epsilon) * math.prod(shape) for shape in shapes) / sum(map(math.prod, shapes))
+
+
 def task(settings: MLPSettings, model: SparseMLP, data: Data) -> ClassifyTask:
     """Return the task of a `network` that was made with the same settings."""
     s = settings
@@ -244,8 +266,11 @@ def task(settings: MLPSettings, model: SparseMLP, data: Data) -> ClassifyTask:
         def penalty() -> Tensor:
             return s.l1 * _weight(model.layers[0]).abs().sum()
 
-    device = device_of(s.device)
-    return ClassifyTask(model, data, s.epochs, s.batch, s.topology, s.seed, device, about, penalty)
+    topology, device = s.topology, device_of(s.device)
+    if s.method == "gradual":
+        begins, ends = (hidden_density(model.sizes, epsilon) for epsilon in (_first_epsilon(s), s.epsilon))
+        topology = replace(topology, initial_density=begins, density=ends)
+    return ClassifyTask(model, data, s.epochs, s.batch, topology, s.seed, device, about, penalty)
 
 
 def paced(settings: MLPSettings, task: ClassifyTask, **pace: Any) -> MLPSettings:
