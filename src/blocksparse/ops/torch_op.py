@@ -39,12 +39,10 @@ def vmap_rule(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         def entry(i: int) -> Callable[[Any, Any], Any]:
             def select(argument: Any, dim: Any) -> Any:
-                if isinstance(dim, int):  # an empty batch has zeros, for the shapes of the outputs
-                    return (
-                        argument.select(dim, i)
-                        if info.batch_size
-                        else argument.movedim(dim, 0).new_zeros(argument.movedim(dim, 0).shape[1:])
-                    )
+                if isinstance(dim, int):
+                    entries = argument.movedim(dim, 0)
+                    # An empty batch has zeros, for the shapes of the outputs.
+                    return entries[i] if info.batch_size else entries.new_zeros(entries.shape[1:])
                 return [*map(select, argument, dim)] if isinstance(dim, list | tuple) else argument
 
             return select
