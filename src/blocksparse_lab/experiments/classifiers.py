@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
 
 from ..bench.report import spread, write_json
@@ -22,7 +21,7 @@ from ..data import reviews, tables
 from ..data.ngrams import FEATURES, Ngrams
 from ..data.table import Table
 from ..recipes import layouts, mlp
-from ..recipes.mlp import MLPSettings
+from ..recipes.mlp import MLPSettings, erdos_renyi_weights
 from ..training.compare import Run
 from ..training.trainer import Trainer
 from .equal_seconds import EqualSeconds
@@ -226,11 +225,6 @@ def _replaced(topology: Mapping[str, Any]) -> str:
     if topology["method"] in ("smet", "chts", "gradual"):
         return f"{zeta:g} at first, less and less by a cosine"
     return f"{zeta:g}, {zeta / 2:g} after 9/16 of the epochs, 0 after 3/4" if "elastic" in topology else f"{zeta:g}"
-
-
-def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
-    """Return the number of weights of a sparse net."""
-    return sum(erdos_renyi_density((n_out, n_in), epsilon) * n_in * n_out for n_in, n_out in pairwise(sizes))
 
 
 def narrow_hidden(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:

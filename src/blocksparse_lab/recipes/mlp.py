@@ -235,6 +235,11 @@ def _first_epsilon(settings: MLPSettings) -> float:
     return settings.epsilon * (number("surplus", settings.surplus, 1) if settings.method == "gradual" else 1)
 
 
+def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
+    """Return the number of weights of a sparse net."""
+    return sum(erdos_renyi_density((n_out, n_in), epsilon) * n_in * n_out for n_in, n_out in pairwise(sizes))
+
+
 def hidden_density(sizes: Sequence[int], epsilon: float) -> float:
     """Return the density of the Erdos-Renyi layouts of all layers but the last, as one number.
 
@@ -242,8 +247,8 @@ def hidden_density(sizes: Sequence[int], epsilon: float) -> float:
     >>> round(hidden_density([3072, 4000, 1000, 4000, 10], epsilon=20), 4)
     0.0168
     """
-    shapes = list(pairwise(sizes))[:-1]
-    return sum(erdos_renyi_density(shape, epsilon) * math.prod(shape) for shape in shapes) / sum(map(math.prod, shapes))
+    *inner, _ = sizes
+    return erdos_renyi_weights(inner, epsilon) / max(1, sum(map(math.prod, pairwise(inner))))
 
 
 def task(settings: MLPSettings, model: SparseMLP, data: Data) -> ClassifyTask:
