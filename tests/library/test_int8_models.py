@@ -66,8 +66,6 @@ TRANSFORMS = {
 @pytest.mark.parametrize("way", TRANSFORMS)
 @on_every_model
 def test_transforms(name, way, any_backend):
-    if (name, way) == ("conv", "traced"):
-        pytest.skip("PyTorch's tracer fails at lists of ints that may be symbolic")
     net, x, _ = example(name)
     small = bs.quantize(net)
     assert_equal(TRANSFORMS[way](small, x)(x), small(x))
