@@ -86,7 +86,7 @@ def test_the_predicted_time_counts_blocks_rows_and_the_fullest_row():
         ),
         ((1024, 1024**2 + 1), "got 1,048,577"),
         ((1024, 1e5), "got 100000.0"),
-        ((1000, 10**5), "expected multiples of the block"),
+        ((1000, 10**5), "features: expected a multiple of the block, 32, got 1000"),
         ((0, 10**5), "features: expected an int, two blocks or more, got 0"),
         ((1024, 10**5, 32, "beauty"), "objective: expected one of mixing, path, clustering, balance, time"),
     ],

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the 
         pytest.param(trace_calls.linear, False, 7, 9, id="linear-inference"),
         pytest.param(trace_calls.linear, True, 8, 10, id="linear-recorded"),
         pytest.param(trace_calls.lstm, False, 13, 32, id="lstm-inference"),
-        pytest.param(trace_calls.lstm, True, 13, 33, id="lstm-recorded"),
+        pytest.param(trace_calls.lstm, True, 14, 35, id="lstm-recorded"),
         pytest.param(trace_calls.lstm_step, False, 9, 26, id="lstm-step-inference"),
     ],
 )

@@ -33,9 +33,9 @@ class Int8Linear(Int8Op):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, *_), (activation,) = tensors, options
-        tokens, block = x.shape[0], matrix_block(x, values, activation)
+        block = matrix_block(x, values, activation)
         out, in_ = features_of(grid, block)
-        return Geometry(block, [(tokens, in_), (nnz, *block), (nnz, block[0]), (out,)], (tokens, out))
+        return Geometry(block, [(x.shape[0], in_), (nnz, *block), (nnz, block[0]), (out,)], (x.shape[0], out))
 
 
 # The definition serves other devices than the CPU.

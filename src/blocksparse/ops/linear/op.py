@@ -44,9 +44,9 @@ class Linear(LayoutOp):
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Options) -> Geometry:
         (x, values, _), (transpose, activation) = tensors, options
-        tokens, block = x.shape[0], matrix_block(x, values, activation)
+        block = matrix_block(x, values, activation)
         out, in_ = features_of(grid, block, transpose)
-        return Geometry(block, [(tokens, in_), (nnz, *block), (out,)], (tokens, out))
+        return Geometry(block, [(x.shape[0], in_), (nnz, *block), (out,)], (x.shape[0], out))
 
     def backward(
         self, grad: Tensor, saved: Any, layout: AnyLayout, options: Options, needed: Sequence[bool]
