@@ -144,7 +144,7 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
 // Some terms of a class at the positions of a run, and outputs from `column` on.
 template <class E>
 struct RunTerms {
-  static constexpr bool kFetches = false;
+  static constexpr int64_t kLines = 0;
   const uint32_t* x;
   const ClassTerms<E>& terms;
   int64_t column, count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
@@ -180,7 +180,6 @@ void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, 
       }
     }
   }
-  release_tiles();
 }
 #endif
 

@@ -64,6 +64,15 @@ class FlushAs {
   const uint64_t before_;
 };
 
+thread_local LoopState state;
+
+struct UndoState {
+  ~UndoState() {
+    if (state.undo) state.undo();
+    state = {};
+  }
+};
+
 struct Loop {
   const std::function<void(int64_t)>& task;
   int64_t count;
@@ -72,6 +81,7 @@ struct Loop {
 
   void work() {
     const FlushAs mode(flush);
+    const UndoState at_end;
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   }
 };
@@ -195,6 +205,8 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
       &loop);
   if (error) throw std::runtime_error("torch_parallel_for failed");
 }
+
+LoopState& loop_state() { return state; }
 
 void* scratch(Scratch slot, int64_t bytes) {
   Buffer& buffer = buffers[static_cast<int>(slot)];

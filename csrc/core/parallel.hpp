@@ -46,6 +46,15 @@ class FlushSubnormals {
 // Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
 void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 
+// What kernels have set up on a thread, tile registers say, for as long as it works in a parallel loop.
+struct LoopState {
+  uint64_t set_up = 0;
+  void (*undo)() = nullptr;
+};
+
+// Return the state of the calling thread. Once the thread leaves its parallel loop, the state is undone and cleared.
+LoopState& loop_state();
+
 // Return the number of threads that share a loop, 1 within a task.
 int64_t thread_count();
 

@@ -166,7 +166,7 @@ void int8_tiles(const Int8Piece& piece, int64_t output, Fetch& fetch) {
 #if defined(BLOCKSPARSE_TILES)
 // The blocks of a row at the tokens from `token` on, and outputs from `output` on.
 struct ByteTerms {
-  static constexpr bool kFetches = false;
+  static constexpr int64_t kLines = 0;
   const uint32_t *x, *w;
   const int32_t* col;
   int64_t x_block, w_block;  // units of a block
@@ -222,7 +222,6 @@ void int8_piece_on_tiles(const Int8Piece& piece) {
       write_tile<E>(piece, t, output, int(tokens), columns, results);
     }
   }
-  release_tiles();
 }
 #endif
 

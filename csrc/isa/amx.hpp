@@ -94,7 +94,15 @@ static inline void emulated_dot_bytes(EmulatedTile& c, const EmulatedTile& a, co
 // them.
 static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
-// Tiles 0 to 3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 hold A [rows, depth], 6 and 7 hold B [depth, columns].
+static inline void release_tiles() {
+#if !defined(BLOCKSPARSE_EMULATED_TILES)
+  _tile_release();
+#endif
+}
+
+// Tiles 0 to 3 hold tiles of sums [rows, columns], 4 and 5 hold A [rows, depth], 6 and 7 hold B [depth, columns]. The
+// shapes stay until the thread leaves its parallel loop, because setting and releasing them takes as long as ten
+// products.
 static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns) {
   struct alignas(64) Config {
     uint8_t palette, start_row, reserved[14];
@@ -103,10 +111,13 @@ static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns)
   };
   // Kept, because reading what was just written would wait.
   static thread_local Config config;
-  const bool same =
-      config.palette && config.rows[0] == rows && config.rows[6] == depth && config.row_bytes[0] == 4 * columns;
+  LoopState& state = loop_state();
+  const uint64_t shapes = uint64_t(rows) << 16 | uint64_t(depth) << 8 | uint64_t(columns);
+#if !defined(BLOCKSPARSE_EMULATED_TILES)
+  if (state.set_up == shapes) return;
+#endif
   config.palette = 1;
-  for (int t = 0; t < 8 && !same; ++t) {
+  for (int t = 0; t < 8; ++t) {
     config.rows[t] = uint8_t(t >= 6 ? depth : rows);
     config.row_bytes[t] = uint16_t(4 * (t == 4 || t == 5 ? depth : columns));
 #if defined(BLOCKSPARSE_EMULATED_TILES)
@@ -119,22 +130,19 @@ static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns)
   finish_stores(&config);
   _tile_loadconfig(&config);
 #endif
+  state = {shapes, release_tiles};
 }
 
-static inline void release_tiles() {
-#if !defined(BLOCKSPARSE_EMULATED_TILES)
-  _tile_release();
-#endif
-}
-
-// Compute kRows x kColumns tiles of sums, row tiles one below the other, columns at `sums[0]` and `sums[1]`.
+// Compute kRows x kColumns tiles of sums, at most four, row tiles one below the other, columns at `sums[0]`, `sums[1]`
+// and so on.
 //
 // With kBytes, units are fours of bytes, and sums are int32. `terms` has `count` terms of `steps` steps: `a(t)` and
 // `b(t)` are where A and B begin in term t. The other members are distances in units, from row to row and from step to
-// step; `a_below` and `b_beside` are those of the next tile of rows, and of the second column of tiles. With kFetches
-// the tiles of B are contiguous, and those of the next step are fetched, a part after each product.
+// step; `a_below` and `b_beside` are those of the next tile of rows, and of the next column of tiles. Tiles of B
+// that have kLines cache lines, one after another, are fetched a step ahead, a tile after each product.
 template <int kRows, int kColumns, bool kBytes, class Terms>
 static inline void tile_square(const Terms& terms, int64_t first_row, bool add, float* const* sums, int64_t sums_row) {
+  static_assert(kRows * kColumns <= 4, "tiles of sums");
   float* const left = sums[0] + first_row * sums_row;
   float* const right = kColumns > 1 ? sums[1] + first_row * sums_row : nullptr;
   const int64_t row_bytes = sums_row * 4, below = kTile * sums_row;
@@ -143,11 +151,13 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
     if constexpr (kColumns > 1) BLOCKSPARSE_TILE_LOAD(1, right, row_bytes);
     if constexpr (kRows > 1) BLOCKSPARSE_TILE_LOAD(2, left + below, row_bytes);
     if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_LOAD(3, right + below, row_bytes);
+    if constexpr (kColumns > 2) BLOCKSPARSE_TILE_LOAD(2, sums[2] + first_row * sums_row, row_bytes);
+    if constexpr (kColumns > 3) BLOCKSPARSE_TILE_LOAD(3, sums[3] + first_row * sums_row, row_bytes);
   } else {
     BLOCKSPARSE_TILE_ZERO(0);
     if constexpr (kColumns > 1) BLOCKSPARSE_TILE_ZERO(1);
-    if constexpr (kRows > 1) BLOCKSPARSE_TILE_ZERO(2);
-    if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_ZERO(3);
+    if constexpr (kRows > 1 || kColumns > 2) BLOCKSPARSE_TILE_ZERO(2);
+    if constexpr (kRows * kColumns > 3) BLOCKSPARSE_TILE_ZERO(3);
   }
   const int64_t count = terms.count, steps = terms.steps, a_step = terms.a_step, b_step = terms.b_step;
   const int64_t a_bytes = terms.a_row * 4, b_bytes = terms.b_row * 4;
@@ -160,9 +170,9 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
     for (int64_t k = steps; k > 0; --k) {
       const uint32_t* const after = k > 1 ? b + b_step : next;
       const auto fetch = [&](int64_t first) __attribute__((always_inline)) {
-        if constexpr (Terms::kFetches)
+        if constexpr (Terms::kLines > 0)
 #pragma GCC unroll 16
-          for (int64_t r = first; r < first + kTile; ++r) __builtin_prefetch(after + r * kTile);
+          for (int64_t r = first; r < first + Terms::kLines; ++r) __builtin_prefetch(after + r * kTile);
       };
 #define BLOCKSPARSE_DOT(c, a, b)         \
   if constexpr (kBytes)                  \
@@ -176,7 +186,7 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
       if constexpr (kColumns > 1) {
         BLOCKSPARSE_TILE_LOAD(7, b + b_beside, b_bytes);
         BLOCKSPARSE_DOT(1, 4, 7);
-        fetch(kTile);
+        fetch(Terms::kLines);
       }
       if constexpr (kRows > 1) {
         BLOCKSPARSE_TILE_LOAD(5, a + a_below, a_bytes);
@@ -184,6 +194,16 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
       }
       if constexpr (kRows > 1 && kColumns > 1) {
         BLOCKSPARSE_DOT(3, 5, 7);
+      }
+      if constexpr (kColumns > 2) {
+        BLOCKSPARSE_TILE_LOAD(6, b + 2 * b_beside, b_bytes);
+        BLOCKSPARSE_DOT(2, 4, 6);
+        fetch(2 * Terms::kLines);
+      }
+      if constexpr (kColumns > 3) {
+        BLOCKSPARSE_TILE_LOAD(7, b + 3 * b_beside, b_bytes);
+        BLOCKSPARSE_DOT(3, 4, 7);
+        fetch(3 * Terms::kLines);
       }
 #undef BLOCKSPARSE_DOT
       a += a_step;
@@ -194,6 +214,8 @@ static inline void tile_square(const Terms& terms, int64_t first_row, bool add, 
   if constexpr (kColumns > 1) BLOCKSPARSE_TILE_STORE(1, right, row_bytes);
   if constexpr (kRows > 1) BLOCKSPARSE_TILE_STORE(2, left + below, row_bytes);
   if constexpr (kRows > 1 && kColumns > 1) BLOCKSPARSE_TILE_STORE(3, right + below, row_bytes);
+  if constexpr (kColumns > 2) BLOCKSPARSE_TILE_STORE(2, sums[2] + first_row * sums_row, row_bytes);
+  if constexpr (kColumns > 3) BLOCKSPARSE_TILE_STORE(3, sums[3] + first_row * sums_row, row_bytes);
 }
 
 template <bool kBytes = false, class Terms>
@@ -206,6 +228,17 @@ static inline void tile_columns(const Terms& terms, int64_t row_tiles, int colum
                             : (columns > 1 ? tile_square<1, 2, kBytes, Terms> : tile_square<1, 1, kBytes, Terms>);
     square(terms, r * kTile, add, sums, sums_row);
   }
+}
+
+// Compute a row of one to four tiles of sums, which share the loads of A.
+template <bool kBytes = false, class Terms>
+static inline void tile_row(const Terms& terms, int64_t columns, bool add, float* const* sums, int64_t sums_row) {
+  finish_stores(&terms);
+  const auto square = columns > 3   ? tile_square<1, 4, kBytes, Terms>
+                      : columns > 2 ? tile_square<1, 3, kBytes, Terms>
+                      : columns > 1 ? tile_square<1, 2, kBytes, Terms>
+                                    : tile_square<1, 1, kBytes, Terms>;
+  square(terms, 0, add, sums, sums_row);
 }
 
 static inline bool fills_tiles(int64_t size) { return size <= kTile || size % kTile == 0; }

@@ -84,7 +84,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
   const bool streams = kernels.lanes * kernels.unit_size == kLine && tokens * out_features * size >= kStreamed &&
                        out_features * size % kLine == 0;
-  const int64_t depth = kernels.tile_depth(block_out, block_sum);
+  const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed);
+  const int64_t depth = copies ? 0 : kernels.tile_depth(block_out, block_sum);
   // Pieces on tiles are whole pairs of tiles: one that begins with the second tile of a pair leaves it to the one
   // before.
   const auto bound = [&](int64_t output) {
@@ -98,8 +99,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     const int64_t row = tasks.row[j], start = tasks.start[row];
     return RowPiece{tasks.start[row + 1] - start,
                     tasks.col + start,
-                    turned ? nullptr : tasks.position + start,
-                    turned ? advance(turned, start * block_out * block_sum * size) : values,
+                    tasks.position + start,
+                    depth ? advance(turned ? turned : values, start * block_out * block_sum * size) : values,
                     block_out,
                     block_sum,
                     transposed && !turned,
@@ -122,7 +123,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
                          streams};
   };
 
-  if (const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed)) {
+  if (copies) {
     if (copies > 1) x = repeated(x, tokens, block_sum, block_sum * size, copies);
     return parallel_tasks(tasks.tasks, [&](int64_t task) {
       for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j)

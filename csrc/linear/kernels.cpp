@@ -210,7 +210,7 @@ void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
   }
 #if defined(BLOCKSPARSE_TILES)
   if constexpr (E::kPack == 2) {
-    if (piece.depth) return multiply_row_on_tiles(piece, sums);
+    if (piece.depth) return multiply_on_tiles(piece, sums);
   }
 #endif
   const auto multiply = piece.transposed ? multiply_row<E, true> : multiply_row<E, false>;

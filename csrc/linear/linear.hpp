@@ -10,7 +10,7 @@ namespace blocksparse {
 struct RowPiece {
   int64_t blocks;           // in this row
   const int32_t* col;       // [blocks], the block of inputs each one multiplies
-  const int64_t* position;  // [blocks], its place in `values`; on tiles it may be null, if they are in order
+  const int64_t* position;  // [blocks], its place in `values`; on tiles, those of the row begin at `values`, in order
   const void* values;
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;

@@ -20,12 +20,12 @@ static inline int64_t depth_of_tiles(int64_t block_out, int64_t block_sum) {
   return fills_tiles(block_out) && fills_tiles(units) ? smaller(kTile, units) : 0;
 }
 
-// The blocks of a row, and their inputs from column `first` of the panel on.
+// The blocks of a row, and their inputs from column `first` of the panel on, in tiles of kDepth units; 0 for others.
+template <int64_t kDepth>
 struct PanelTerms {
-  static constexpr bool kFetches = true;
+  static constexpr int64_t kLines = kDepth;
   const uint32_t* values;
   const uint32_t* panel;
-  const int64_t* position;  // or null
   const int32_t* col;
   int64_t block, panel_block;  // units of a block, and of its inputs
   int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
@@ -33,7 +33,6 @@ struct PanelTerms {
   PanelTerms(const RowPiece& piece, int64_t first)
       : values(static_cast<const uint32_t*>(piece.values) + piece.begin * piece.block_sum / 2),
         panel(static_cast<const uint32_t*>(piece.panel) + first * piece.depth),
-        position(piece.position),
         col(piece.col),
         block(piece.block_out * piece.block_sum / 2),
         panel_block(piece.block_sum / 2 * piece.width),
@@ -46,23 +45,41 @@ struct PanelTerms {
         b_step(piece.depth * piece.width),
         b_beside(kTile * piece.depth) {}
 
-  const uint32_t* a(int64_t t) const { return values + (position ? position[t] : t) * block; }
+  const uint32_t* a(int64_t t) const { return values + t * block; }
   const uint32_t* b(int64_t t) const { return panel + col[t] * panel_block; }
 };
 
+template <int64_t kDepth>
 static inline void multiply_row_on_tiles(const RowPiece& piece, float* sums) {
-  const int64_t rows = piece.end - piece.begin;
+  const int64_t rows = piece.end - piece.begin, at_once = rows > kTile ? 2 : 4;
   configure_tiles(smaller(kTile, rows), piece.depth, kTile);
-  for (int64_t t = 0; t < piece.width; t += 2 * kTile) {
-    float* const to[2] = {sums + t, sums + t + kTile};
-    tile_columns(PanelTerms(piece, t), ceil_div(rows, kTile), t + kTile < piece.width ? 2 : 1, false, to, piece.width);
+  for (int64_t t = 0; t < piece.width; t += at_once * kTile) {
+    const PanelTerms<kDepth> terms(piece, t);
+    const int64_t columns = smaller(at_once, (piece.width - t) / kTile);
+    float* const to[4] = {sums + t, sums + t + kTile, sums + t + 2 * kTile, sums + t + 3 * kTile};
+    if (rows > kTile)
+      tile_columns(terms, ceil_div(rows, kTile), int(columns), false, to, piece.width);
+    else
+      tile_row(terms, columns, false, to, piece.width);
   }
-  release_tiles();
+}
+
+static inline void multiply_on_tiles(const RowPiece& piece, float* sums) {
+  switch (piece.depth) {
+    case 16:
+      return multiply_row_on_tiles<16>(piece, sums);
+    case 8:
+      return multiply_row_on_tiles<8>(piece, sums);
+    case 4:
+      return multiply_row_on_tiles<4>(piece, sums);
+    default:
+      return multiply_row_on_tiles<0>(piece, sums);
+  }
 }
 
 // The turned gradient of a block row, and one or two columns of tiles of packed x.
 struct SampledTerms {
-  static constexpr bool kFetches = false;
+  static constexpr int64_t kLines = 0;
   const uint32_t *grad, *x;
   int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
 
@@ -98,7 +115,6 @@ static inline void sample_on_tiles(const SampledStrip& strip, float* sums, int64
                                 columns > 1 ? x[1] - x[0] : 0};
     tile_columns(terms, ceil_div(strip.block_out, kTile), columns, false, to, sums_row);
   }
-  release_tiles();
 }
 
 }  // namespace BLOCKSPARSE_ISA
