@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
+#include <vector>
 
 #include "core/addresses.hpp"
 #include "core/parallel.hpp"
@@ -58,6 +60,20 @@ struct Panels {
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
+// All rows, whole and in their order, as one task: the outputs of neighbouring rows are then written together.
+struct WholeRows {
+  std::vector<int32_t> row, begin, end;
+  int64_t task_start[2];
+
+  WholeRows(int64_t rows, int64_t block_out)
+      : row(rows), begin(rows, 0), end(rows, static_cast<int32_t>(block_out)), task_start{0, rows} {
+    std::iota(row.begin(), row.end(), 0);
+  }
+  RowTasks of(const RowTasks& tasks) const {
+    return {tasks.start, tasks.col, tasks.position, row.data(), begin.data(), end.data(), task_start, 1};
+  }
+};
+
 // Copy x with each block of features repeated `copies` times.
 Matrix repeated(const Matrix& x, int64_t tokens, int64_t block, int64_t block_bytes, int64_t copies) {
   const int64_t blocks = x.features / block, size = block_bytes / block;
@@ -78,9 +94,10 @@ const LinearKernels& linear_kernels(const InstructionSet& isa, DType dtype, int6
 
 void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
             int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
-            int64_t out_features, const RowTasks& tasks) {
+            int64_t out_features, const RowTasks& shared) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = linear_kernels(isa, dtype, block_sum);
+  RowTasks tasks = shared;
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
   const bool streams = kernels.lanes * kernels.unit_size == kLine && tokens * out_features * size >= kStreamed &&
                        out_features * size % kLine == 0;
@@ -183,15 +200,17 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
   Panels panels(tokens, kernels, width_bytes);
   if (depth ? panels.cut_for_tiles(kernels, width_bytes, thread_count())
-            : width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
+            : width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count()) {
     // Each thread packs a panel and multiplies it while it is in its own caches.
+    const WholeRows rows(out_features / block_out, block_out);
+    tasks = rows.of(shared);
     return parallel_tasks(panels.count, [&](int64_t p) {
       void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
                          panels.width(p), panel_depth, packed);
-      for (int64_t task = 0; task < tasks.tasks; ++task)
-        run_task(task, task + 1, panels.first(p), panels.real(p), packed, panels.width(p));
+      run_task(0, 1, panels.first(p), panels.real(p), packed, panels.width(p));
     });
+  }
   const int64_t at_once =
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
   for (int64_t first = 0; first < panels.count; first += at_once) {
