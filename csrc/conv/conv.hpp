@@ -43,6 +43,31 @@ struct ConvPiece {
   const int64_t* next;  // [next_lines], bytes from x for the first block of inputs
 };
 
+// On tiles: the outputs of one block row at neighbouring positions of images with borders of zeros.
+struct BorderedPiece {
+  int64_t terms;
+  const int64_t* input;    // [terms], units from x to what each multiplies
+  const int64_t* weight;   // [terms], units from `weights`
+  const void* weights;     // [..., steps, outputs] units
+  int64_t steps, outputs;  // steps are half a tile or whole tiles, outputs whole tiles
+  const void* x;           // of the first position
+  int64_t x_step;          // units from position to position
+  int64_t positions;       // whole tiles
+  void* sums;              // [positions, sums_row]
+  int64_t sums_row;
+};
+
+// y[at[p], outputs] = activation(sums[p, outputs] + bias)
+struct PositionOutputs {
+  const void* sums;  // [positions, sums_row]
+  int64_t sums_row, positions, outputs;
+  const void* bias;  // of the first output, or null
+  Activation activation;
+  void* y;            // of the first output
+  const int64_t* at;  // [positions], numbers from y, or negative if a position has no output
+  bool streams;
+};
+
 // Multiply rows of positions of two images: sums[row, lane] += sum over positions of left[row] * right[lane].
 struct SampledRows {
   int64_t count, steps;
@@ -69,6 +94,8 @@ struct ConvKernels {
   void (*convert)(const void* from, int64_t count, void* to);
   void (*pack_block)(const PackedBlock&);
   void (*piece)(const ConvPiece&);
+  void (*bordered_piece)(const BorderedPiece&);  // null without tiles
+  void (*write_positions)(const PositionOutputs&);
   void (*sample)(const SampledRows&);
   void (*unpack_block)(const UnpackedBlock&);
 };
@@ -110,6 +137,12 @@ struct ChannelRows {  // see ChannelPlan in plan.py
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
           const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
+
+// The same with tiles, for steps of one position: on images with borders of zeros, so that all positions meet all taps.
+// Return false, and compute nothing, for others. `weights` has the packed blocks of the rows, one after another.
+bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activation, int64_t block_out, int64_t block_sum,
+                   const int64_t* kernel, int64_t n, const Image& x, const void* weights, const void* bias,
+                   const Image& y, const AxisRuns* whole, const ChannelRows& rows);
 
 // values = the blocks [block_out, block_in, taps] of the weight gradient. For a transposed convolution, "input" and
 // "output" inside mean those of the convolution that it transposes, so `grad` is the input.

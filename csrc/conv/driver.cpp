@@ -221,6 +221,8 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                         taps, padded, transposed, advance(weights, i * block_units * unit)});
   });
 
+  if (conv_on_tiles(kernels, dtype, activation, block_out, block_sum, kernel, n, x, weights, bias, y, whole, rows))
+    return;
   const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
   // Large outputs bypass the caches: each line is written whole, so that none has to be read first.
   const bool streams = n * image_out * size > kStreamed && block_out * size % kLine == 0 &&

@@ -208,6 +208,78 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
   }
 }
 
+#if defined(BLOCKSPARSE_TILES)
+// The terms of a row at the positions from `first` on, and outputs from `column` on.
+struct BorderedTerms {
+  static constexpr int64_t kLines = 0;
+  const uint32_t *x, *weights;
+  const int64_t *input, *weight;
+  int64_t count, steps, a_row, a_step, a_below, b_row, b_step, b_beside;
+
+  BorderedTerms(const BorderedPiece& piece, int64_t first, int64_t column, int64_t depth)
+      : x(static_cast<const uint32_t*>(piece.x) + first * piece.x_step),
+        weights(static_cast<const uint32_t*>(piece.weights) + column),
+        input(piece.input),
+        weight(piece.weight),
+        count(piece.terms),
+        steps(piece.steps / depth),
+        a_row(piece.x_step),
+        a_step(depth),
+        a_below(kTile * piece.x_step),
+        b_row(piece.outputs),
+        b_step(depth * piece.outputs),
+        b_beside(kTile) {}
+
+  const uint32_t* a(int64_t t) const { return x + input[t]; }
+  const uint32_t* b(int64_t t) const { return weights + weight[t]; }
+};
+
+void bordered_piece(const BorderedPiece& piece) {
+  float* sums = static_cast<float*>(piece.sums);
+  if (piece.terms == 0) {
+    for (int64_t p = 0; p < piece.positions; ++p) memset(sums + p * piece.sums_row, 0, piece.outputs * sizeof *sums);
+    return;
+  }
+  const int64_t depth = smaller(kTile, piece.steps);
+  configure_tiles(kTile, depth, kTile);
+  for (int64_t c = 0; c < piece.outputs; c += 2 * kTile)
+    for (int64_t p = 0; p < piece.positions; p += 2 * kTile) {
+      float* const left = sums + p * piece.sums_row + c;
+      float* const to[2] = {left, left + kTile};
+      tile_columns(BorderedTerms(piece, p, c, depth), smaller<int64_t>(2, (piece.positions - p) / kTile),
+                   c + kTile < piece.outputs ? 2 : 1, false, to, piece.sums_row);
+    }
+}
+
+void write_positions(const PositionOutputs& outputs) {
+  const auto* bias = static_cast<const uint16_t*>(outputs.bias);
+  const auto* sums = static_cast<const float*>(outputs.sums);
+  for (int64_t p = 0; p < outputs.positions; ++p, sums += outputs.sums_row) {
+    if (outputs.at[p] < 0) continue;
+    auto* y = static_cast<uint16_t*>(outputs.y) + outputs.at[p];
+    const auto finished = [&](int64_t o) __attribute__((always_inline)) {
+      Vector<float> v = load(sums + o);
+      if (bias) v = v + BFloat16Bits::widen(bias + o);
+      return activated(v, outputs.activation);
+    };
+    int64_t o = 0;
+    for (; o + 2 * kTile <= outputs.outputs; o += 2 * kTile) {
+      const Vector<uint32_t> line = BFloat16Pairs::joined(finished(o), finished(o + kTile));
+      if (outputs.streams)
+        stream(y + o, line);
+      else
+        memcpy(y + o, &line, sizeof line);
+    }
+    if (o < outputs.outputs) BFloat16Pairs::store_sums(y + o, finished(o));
+  }
+}
+constexpr auto kBorderedPiece = bordered_piece;
+constexpr auto kWritePositions = write_positions;
+#else
+constexpr decltype(ConvKernels::bordered_piece) kBorderedPiece = nullptr;
+constexpr decltype(ConvKernels::write_positions) kWritePositions = nullptr;
+#endif
+
 template <class E>
 void conv_piece(const ConvPiece& piece) {
   using Sum = typename E::Sum;
@@ -283,6 +355,8 @@ constexpr ConvKernels table() {
           convert<E>,
           pack_block<E>,
           conv_piece<E>,
+          kBorderedPiece,
+          kWritePositions,
           sample<E>,
           unpack_block<E>};
 }

@@ -180,6 +180,17 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
     return interleave_halves(_mm512_cvtne2ps_pbh(bits<__m512>(high), bits<__m512>(low)));
 #endif
   }
+  // Round two vectors, and put the second behind the first.
+  BLOCKSPARSE_INLINE Vector<Unit> joined(Vector<Sum> first, Vector<Sum> second) {
+#if defined(BLOCKSPARSE_EMULATED_PAIRS)
+    Storage both[2 * kLanes<Sum>];
+    store_sums(both, first);
+    store_sums(both + kLanes<Sum>, second);
+    return units(both);
+#else
+    return bits<Vector<Unit>>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
+#endif
+  }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return BFloat16Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) {
     return multiply_add_pairs(broadcast(w), x, sum);
