@@ -33,10 +33,19 @@ class _Buffer:
     storage: torch.UntypedStorage
     size: int  # of the storage when it was made
     last_taken: int = 0  # total bytes of all requests until then
+    latest: Tensor | None = None  # of the last shape and dtype; its copies cost less than tensors made from the storage
 
     @property
     def is_free(self) -> bool:
-        return torch._C._storage_Use_Count(self.storage._cdata) == 1
+        return torch._C._storage_Use_Count(self.storage._cdata) == (1 if self.latest is None else 2)
+
+    def as_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of this shape in the storage."""
+        latest, inference = self.latest, torch.is_inference_mode_enabled()
+        if latest is None or latest.shape != shape or latest.dtype != dtype or latest.is_inference() != inference:
+            latest = torch.empty(0, dtype=dtype, device="cpu").set_(self.storage, 0, shape, _strides(shape))
+            self.latest = latest
+        return latest.data
 
 
 _lock = threading.Lock()
@@ -55,7 +64,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         # The tensor must refer to the storage before another thread looks for a free one.
-        return torch.empty(0, dtype=dtype, device=device).set_(_take_buffer(size), 0, tuple(shape), _strides(shape))
+        return _take_buffer(size).as_tensor(tuple(shape), dtype)
     finally:
         lock.release()
 
@@ -89,7 +98,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _take_buffer(size: int) -> torch.UntypedStorage:
+def _take_buffer(size: int) -> _Buffer:
     """Return an idle buffer of one to two times this size; if there is none, free old ones and allocate another."""
     global _requested
     _requested += size
@@ -103,7 +112,7 @@ def _take_buffer(size: int) -> torch.UntypedStorage:
         buffer = _buffers.pop(at)
     _buffers.append(buffer)
     buffer.last_taken = _requested
-    return buffer.storage
+    return buffer
 
 
 def _smallest_fit(size: int) -> int | None:
