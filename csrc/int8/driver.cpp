@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
@@ -21,6 +22,9 @@ constexpr int64_t kTokenBytes = 512 << 10;
 
 // Most bytes of quantized x at a time, however many outputs a convolution has.
 constexpr int64_t kPanelBytes = 8 << 20;
+
+// Outputs of at least this many bytes bypass the caches if a vector fills a cache line, as those of linear products.
+constexpr int64_t kStreamed = 4 << 20, kLine = 64;
 
 // Least tokens that hide the fetching of weights.
 constexpr int64_t kFetchTokens = 32;
@@ -77,6 +81,7 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
   float* scale = static_cast<float*>(scratch(Scratch::kGradients, group * int64_t(sizeof(float))));
   const auto bound = [&](int64_t output) { return std::min(ceil_div(output, kTileOutputs) * kTileOutputs, block_out); };
   const int64_t taps = patches ? taps_of(*patches) : 1;
+  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
   for (int64_t begin = 0; begin < tokens; begin += group) {
     const int64_t count = std::min(group, tokens - begin);
     parallel_tasks(count, [&](int64_t t) {
@@ -126,8 +131,11 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
                        bias ? static_cast<const char*>(bias) + output * size : nullptr,
                        activation,
                        static_cast<char*>(y) + ((begin + token) * out_features + output) * size,
-                       out_features});
+                       out_features,
+                       streams});
       }
+      // Streamed stores are not ordered by the end of a parallel loop.
+      if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
     });
   }
 }

@@ -34,6 +34,7 @@ struct Int8Piece {
   Activation activation;
   void* y;  // of token 0, output `begin`
   int64_t y_stride;
+  bool streams;  // whole cache lines of y bypass the caches
 };
 
 struct Int8Kernels {

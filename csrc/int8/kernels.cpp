@@ -194,32 +194,58 @@ struct ByteTerms {
 // Fewer tokens are bound by reading the weights, and vectors need no transposition.
 constexpr int64_t kLeastOnTiles = 8;
 
+// Write kColumns tiles of sums, with the offset and the scale of each output.
+template <class E, int kColumns>
+__attribute__((noinline)) void write_row_of_tiles(const Int8Piece& piece, int64_t token, int64_t output,
+                                                  const int32_t* sums) {
+  using Floats = Vector<float>;
+  using Storage = typename E::Storage;
+  const int64_t tokens = smaller(kTileTokens, piece.tokens - token), at = output - piece.begin;
+  const auto* bias = static_cast<const Storage*>(piece.bias);
+  auto* y = static_cast<Storage*>(piece.y) + token * piece.y_stride + at;
+  Sums offset[kColumns];
+  Floats scale[kColumns], shift[kColumns] = {};
+  int64_t count[kColumns];
+  for (int c = 0; c < kColumns; ++c) {
+    const int64_t o = output + c * kTile;
+    offset[c] = load(weight_sums(piece.scales, piece.padded_out) + o) * kOffset;
+    scale[c] = load(reinterpret_cast<const float*>(piece.scales) + o);
+    count[c] = smaller(kTile, piece.end - o);
+    if (bias) shift[c] = read_units<E>(bias + at + c * kTile, count[c]);
+  }
+  for (int64_t t = 0; t < tokens; ++t, sums += kTileOutputs, y += piece.y_stride) {
+    const float x_scale = piece.x_scale[token + t];
+#pragma GCC unroll 2
+    for (int c = 0; c < kColumns; ++c) {
+      const Sums sum = load(sums + c * kTile) + offset[c];
+      Floats v = __builtin_convertvector(sum, Floats) * scale[c] * x_scale;
+      if (bias) v += shift[c];
+      if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
+      Storage* const to = y + c * kTile;
+      if (sizeof *to == sizeof v[0] && piece.streams && count[c] == kTile &&
+          reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0)
+        stream(to, v);
+      else
+        write_sums<E>(to, v, count[c], false);
+    }
+  }
+}
+
 // Compute a piece with one scale per output: the integers stay in tiles over a whole row of blocks.
 template <class E>
 void int8_piece_on_tiles(const Int8Piece& piece) {
   const int64_t depth = smaller(kTile, piece.steps);
   int32_t sums[kTileTokens * kTileOutputs];
-  float results[kTileTokens * kTileOutputs];
+  configure_tiles(kTile, depth, kTile);
   for (int64_t output = piece.begin; output < piece.end; output += kTileOutputs) {
-    const int columns = output + kTile < piece.end ? 2 : 1;
-    Sums offset[2] = {};
-    for (int c = 0; c < columns; ++c)
-      offset[c] = load(weight_sums(piece.scales, piece.padded_out) + output + c * kTile) * kOffset;
-    configure_tiles(kTile, depth, kTile);
+    const bool both = output + kTile < piece.end;
     for (int64_t t = 0; t < piece.tokens; t += kTileTokens) {
       const int64_t tokens = smaller(kTileTokens, piece.tokens - t);
       const ByteTerms terms(piece, t, output, depth);
       float* const to[2] = {reinterpret_cast<float*>(sums), reinterpret_cast<float*>(sums) + kTile};
-      tile_columns<true>(terms, ceil_div(tokens, kTile), columns, false, to, kTileOutputs);
+      tile_columns<true>(terms, ceil_div(tokens, kTile), both ? 2 : 1, false, to, kTileOutputs);
       finish_stores(sums);
-      for (int64_t i = 0; i < tokens; ++i)
-        for (int c = 0; c < columns; ++c) {
-          const Sums sum = load(sums + i * kTileOutputs + c * kTile) + offset[c];
-          store(results + (i * columns + c) * kTile,
-                __builtin_convertvector(sum, Vector<float>) *
-                    load(reinterpret_cast<const float*>(piece.scales) + output + c * kTile));
-        }
-      write_tile<E>(piece, t, output, int(tokens), columns, results);
+      (both ? write_row_of_tiles<E, 2> : write_row_of_tiles<E, 1>)(piece, t, output, sums);
     }
   }
 }
