@@ -2,7 +2,7 @@
 //
 // The register tile is that of the linear products with exchanged roles: rows are positions along one axis of an image,
 // which is read in place at a constant stride, and lanes are outputs. Nothing is unfolded, padded or transposed; each
-// tap only changes an address.
+// tap only changes an address. (On AMX tiles most convolutions read copies with borders, see tiles_driver.cpp.)
 #include "conv/conv.hpp"
 #include "core/parallel.hpp"
 #include "isa/activation.hpp"

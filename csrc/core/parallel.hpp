@@ -46,7 +46,7 @@ class FlushSubnormals {
 // Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
 void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 
-// What kernels have set up on a thread, tile registers say, for as long as it works in a parallel loop.
+// The tile registers, say, that kernels have set up on a thread for as long as it works in a parallel loop.
 struct LoopState {
   uint64_t set_up = 0;
   void (*undo)() = nullptr;
