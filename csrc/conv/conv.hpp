@@ -124,6 +124,10 @@ struct Image {  // [n, size[0], size[1], size[2], channels]
   int64_t size[3], channels;
 };
 
+// Return whether outputs `y` of n images bypass the caches: large ones of which each cache line is written whole, so
+// that none has to be read first.
+bool bypasses_caches(const Image& y, int64_t n, int64_t block_out, int64_t size);
+
 struct ChannelRows {  // see ChannelPlan in plan.py
   const int64_t* start;
   const int32_t* col;
@@ -139,10 +143,11 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
           const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
 
 // The same with tiles, for steps of one position: on images with borders of zeros, so that all positions meet all taps.
-// Return false, and compute nothing, for others. `weights` has the packed blocks of the rows, one after another.
+// Return false, and compute nothing, for others. `weights` has the packed blocks of the rows, one after another;
+// `finite` says that none of their numbers is infinite or NaN.
 bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activation, int64_t block_out, int64_t block_sum,
                    const int64_t* kernel, int64_t n, const Image& x, const void* weights, const void* bias,
-                   const Image& y, const AxisRuns* whole, const ChannelRows& rows);
+                   const Image& y, const AxisRuns* whole, const ChannelRows& rows, bool finite);
 
 // values = the blocks [block_out, block_in, taps] of the weight gradient. For a transposed convolution, "input" and
 // "output" inside mean those of the convolution that it transposes, so `grad` is the input.

@@ -25,12 +25,19 @@ constexpr int64_t kRun = 64, kJob = 144;
 constexpr int64_t kGoodRun = 6;
 // Images with at least this many positions are not joined in one job.
 constexpr int64_t kLargeImage = 384;
-constexpr int64_t kTasksPerThread = 16, kLine = 64;
+constexpr int64_t kTasksPerThread = 16;
 // Larger outputs would leave the caches before they are read.
 constexpr int64_t kStreamed = 8 << 20;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t positions(const Image& image) { return image.size[0] * image.size[1] * image.size[2]; }
+
+// Return whether no bfloat16 number is infinite or NaN.
+bool is_finite(const uint16_t* numbers, int64_t count) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) finite &= (numbers[i] & 0x7f80) != 0x7f80;
+  return finite;
+}
 
 // A box of outputs [n, depth, height, width], cut into runs along one axis. Along the other axes all of them meet the
 // same taps; along the run axis each tap meets a range of positions.
@@ -195,12 +202,17 @@ struct Place {
     for (int64_t r = 0; r < job.lines; ++r)
       for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? taps : last + 1); ++t)
         for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p)
-          for (int64_t byte = 0; byte < steps * unit; byte += kLine)
+          for (int64_t byte = 0; byte < steps * unit; byte += kCacheLine)
             lines.push_back((input[r] + piece.at[t] + p * region.input[axis]) * unit + byte);
   }
 };
 
 }  // namespace
+
+bool bypasses_caches(const Image& y, int64_t n, int64_t block_out, int64_t size) {
+  return n * positions(y) * y.channels * size > kStreamed && block_out * size % kCacheLine == 0 &&
+         reinterpret_cast<uintptr_t>(y.data) % kCacheLine == 0;
+}
 
 const ConvKernels& conv_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum) {
   return kSelect[isa.index](dtype, block_sum);
@@ -216,17 +228,20 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
   const int64_t padded = ceil_div(block_out, kernels.lanes) * kernels.lanes, block_units = taps * steps * padded;
 
   void* weights = scratch(Scratch::kWeights, nnz * block_units * unit);
+  std::atomic<bool> finite{true};
   parallel_tasks(nnz, [&](int64_t i) {
-    kernels.pack_block({advance(values, rows.position[i] * block_out * block_sum * taps * size), block_out, block_sum,
-                        taps, padded, transposed, advance(weights, i * block_units * unit)});
+    const void* block = advance(values, rows.position[i] * block_out * block_sum * taps * size);
+    kernels.pack_block(
+        {block, block_out, block_sum, taps, padded, transposed, advance(weights, i * block_units * unit)});
+    if (kernels.bordered_piece && !is_finite(static_cast<const uint16_t*>(block), block_out * block_sum * taps))
+      finite = false;
   });
 
-  if (conv_on_tiles(kernels, dtype, activation, block_out, block_sum, kernel, n, x, weights, bias, y, whole, rows))
+  if (conv_on_tiles(kernels, dtype, activation, block_out, block_sum, kernel, n, x, weights, bias, y, whole, rows,
+                    finite))
     return;
   const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
-  // Large outputs bypass the caches: each line is written whole, so that none has to be read first.
-  const bool streams = n * image_out * size > kStreamed && block_out * size % kLine == 0 &&
-                       reinterpret_cast<uintptr_t>(y.data) % kLine == 0;
+  const bool streams = bypasses_caches(y, n, block_out, size);
   const int axis = run_axis(whole, n);
   const AxisRuns* axes[3];
   for (int a = 0; a < 3; ++a) axes[a] = a + 1 == axis ? &whole[a] : &cut_axes[a];

@@ -16,8 +16,8 @@ namespace {
 // Bytes of a copy, which stays in the L2 cache, and least positions of one. At once computed positions: two tiles.
 constexpr int64_t kCopyBytes = 1 << 20, kLeastPositions = 128, kPositions = 32, kTile = 16;
 constexpr int64_t kTasksPerThread = 4;
-// Outputs that are written together, which in 16 bits are two cache lines; and bytes of those that bypass the caches.
-constexpr int64_t kOutputs = 64, kStreamed = 8 << 20, kLine = 64;
+// Outputs that are written together, which in 16 bits are two cache lines.
+constexpr int64_t kOutputs = 64;
 // Of the positions with borders, at least this share must have outputs.
 constexpr double kLeastShare = 0.4;
 
@@ -32,7 +32,7 @@ struct Borders {
       if (axis.count != 1 || axis.in_step != 1 || axis.out_step != 1 || axis.first[0] != 0 ||
           axis.length[0] != y.size[a])
         return false;
-      int64_t first = 0, last = x.size[a];
+      int64_t first = 0, last = std::max(x.size[a], y.size[a]);
       for (int64_t i = 0; i < axis.tap_start[1]; ++i) {
         first = std::min(first, axis.at[i]);
         last = std::max(last, axis.at[i] + y.size[a]);
@@ -41,6 +41,7 @@ struct Borders {
     }
     return true;
   }
+  bool empty(const Image& x) const { return std::equal(size, size + 3, x.size); }
   int64_t positions() const { return size[0] * size[1] * size[2]; }
 
   // Copy the positions [first, last) of all images.
@@ -109,25 +110,30 @@ struct AllTerms {
 
 bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activation, int64_t block_out, int64_t block_sum,
                    const int64_t* kernel, int64_t n, const Image& x, const void* weights, const void* bias,
-                   const Image& y, const AxisRuns* whole, const ChannelRows& rows) {
+                   const Image& y, const AxisRuns* whole, const ChannelRows& rows, bool finite) {
   const int64_t steps = block_sum / kernels.k_pack, size = size_of(dtype);
   const int64_t sum_size = int64_t(kernels.sum_size);
   Borders borders;
   const bool whole_tiles = block_out % kTile == 0 && (steps % kTile == 0 || steps == kTile / 2);
   if (!kernels.bordered_piece || !whole_tiles || !borders.fit(whole, x, y)) return false;
+  if (!finite && !borders.empty(x)) return false;  // a border times infinity would be NaN
   const int64_t all = n * borders.positions(), real = n * y.size[0] * y.size[1] * y.size[2];
   if (double(real) < kLeastShare * double(all)) return false;
 
   const int64_t x_step = x.channels / kernels.k_pack;
   const AllTerms terms(borders, whole, kernel, rows, x_step, steps, steps * block_out);
-  const int64_t bytes = x.channels * size, wanted = ceil_div(all, kTasksPerThread * thread_count());
+  const int64_t bytes = x.channels * size;
+  if (terms.farthest > std::max(kCopyBytes / bytes / 2, kLeastPositions)) return false;  // more copies than products
+  const int64_t wanted = ceil_div(all, kTasksPerThread * thread_count());
   const int64_t most = std::max(kCopyBytes / bytes - terms.farthest, kLeastPositions);
   const int64_t at_once = std::clamp(ceil_div(wanted, kPositions) * kPositions, kLeastPositions, most);
   const int64_t together = std::max<int64_t>(kOutputs / block_out, 1);
-  const bool streams = real * y.channels * size > kStreamed && block_out * size % kLine == 0 &&
-                       reinterpret_cast<uintptr_t>(y.data) % kLine == 0;
-  parallel_tasks(ceil_div(all, at_once), [&](int64_t i) {
-    const int64_t first = i * at_once, last = std::min(first + at_once, all);
+  const bool streams = bypasses_caches(y, n, block_out, size);
+  // Few positions: several tasks compute a part of the rows each.
+  const int64_t chunks = ceil_div(all, at_once), groups = ceil_div(rows.rows, together);
+  const int64_t shares = std::clamp<int64_t>(ceil_div(thread_count(), std::max<int64_t>(chunks, 1)), 1, groups);
+  parallel_tasks(chunks * shares, [&](int64_t i) {
+    const int64_t share = i % shares, first = i / shares * at_once, last = std::min(first + at_once, all);
     const int64_t end = last + kPositions;  // the last tiles may reach farther than the outputs
     char* copy = static_cast<char*>(scratch(Scratch::kPanels, (end + terms.farthest - first) * bytes));
     borders.copy(x, n, bytes, first, end + terms.farthest, copy);
@@ -139,8 +145,9 @@ bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activatio
       if (at[p] >= 0) starts.push_back(p), p += kPositions - 1;
     const int64_t sums_row = together * block_out;
     void* sums = scratch(Scratch::kSums, kPositions * sums_row * sum_size);
-    for (int64_t r = 0; r < rows.rows; r += together) {
-      const int64_t here = std::min(together, rows.rows - r), output = r * block_out;
+    const int64_t last_row = std::min(groups * (share + 1) / shares * together, rows.rows);
+    for (int64_t r = groups * share / shares * together; r < last_row; r += together) {
+      const int64_t here = std::min(together, last_row - r), output = r * block_out;
       for (const int64_t start : starts) {
         for (int64_t k = 0; k < here; ++k) {
           const int64_t begin = terms.start[r + k];

@@ -18,7 +18,7 @@ constexpr int64_t kSampled = 128, kSampledLines = 64;
 // Bytes of packed lines and of sums of the blocks that are sampled together.
 constexpr int64_t kGroupBytes = 192 << 10;
 // Least number of tasks, even with few blocks; bytes of a cache line.
-constexpr int64_t kManyTasks = 16, kLine = 64;
+constexpr int64_t kManyTasks = 16;
 
 // One of the two images.
 struct Side {
@@ -165,7 +165,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
       const auto fetch_line = [&](int s, int64_t l, int64_t channel) {
         const Side& side = sides[s];
         for (int64_t p = 0; p < to[side.is_input] - from[side.is_input]; ++p)
-          for (int64_t byte = 0; byte < side.block * size; byte += kLine)
+          for (int64_t byte = 0; byte < side.block * size; byte += kCacheLine)
             __builtin_prefetch(line_at(side, l, channel) + p * side.image.channels * size + byte);
       };
       const int output_side = transposed ? 1 : 0, input_side = transposed ? 0 : 1;

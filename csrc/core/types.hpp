@@ -30,6 +30,8 @@ struct RowsPart {
   int64_t first_row, last_row, begin, end;  // features [begin, end)
 };
 
+constexpr int64_t kCacheLine = 64;  // bytes
+
 // Elements per part of an elementwise loop: a few microseconds of work, and a multiple of every vector. Each part of a
 // dropout seeds its own random numbers, so that results do not depend on the number of threads or the instruction set.
 constexpr int64_t kPartNumbers = 4096;

@@ -24,7 +24,7 @@ constexpr int64_t kTokenBytes = 512 << 10;
 constexpr int64_t kPanelBytes = 8 << 20;
 
 // Outputs of at least this many bytes bypass the caches if a vector fills a cache line, as those of linear products.
-constexpr int64_t kStreamed = 4 << 20, kLine = 64;
+constexpr int64_t kStreamed = 4 << 20;
 
 // Least tokens that hide the fetching of weights.
 constexpr int64_t kFetchTokens = 32;
@@ -81,7 +81,7 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
   float* scale = static_cast<float*>(scratch(Scratch::kGradients, group * int64_t(sizeof(float))));
   const auto bound = [&](int64_t output) { return std::min(ceil_div(output, kTileOutputs) * kTileOutputs, block_out); };
   const int64_t taps = patches ? taps_of(*patches) : 1;
-  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
+  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kCacheLine == 0;
   for (int64_t begin = 0; begin < tokens; begin += group) {
     const int64_t count = std::min(group, tokens - begin);
     parallel_tasks(count, [&](int64_t t) {

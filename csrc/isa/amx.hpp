@@ -43,11 +43,13 @@ static inline void trap_if_shapes_differ(const EmulatedTile& c, const EmulatedTi
 }
 
 static inline void emulated_load(EmulatedTile& tile, const void* from, int64_t stride) {
+  trap_if(!fits_tile(tile.rows));  // no shapes are set
   for (int r = 0; r < tile.rows; ++r)
     memcpy(tile.unit[r], static_cast<const char*>(from) + r * stride, tile.columns * sizeof(uint32_t));
 }
 
 static inline void emulated_store(const EmulatedTile& tile, void* to, int64_t stride) {
+  trap_if(!fits_tile(tile.rows));
   for (int r = 0; r < tile.rows; ++r)
     memcpy(static_cast<char*>(to) + r * stride, tile.unit[r], tile.columns * sizeof(uint32_t));
 }
@@ -95,7 +97,9 @@ static inline void emulated_dot_bytes(EmulatedTile& c, const EmulatedTile& a, co
 static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
 static inline void release_tiles() {
-#if !defined(BLOCKSPARSE_EMULATED_TILES)
+#if defined(BLOCKSPARSE_EMULATED_TILES)
+  for (EmulatedTile& tile : emulated) tile.rows = 0;
+#else
   _tile_release();
 #endif
 }

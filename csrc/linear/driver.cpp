@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "core/addresses.hpp"
@@ -30,7 +29,7 @@ constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // kOutputsAtOnce: outputs of neighbouring pieces that are written together, so that each token's are whole cache lines.
 // kStreamed: outputs of at least this many bytes bypass the caches if a vector fills a cache line. The next reader then
 // has to wait, but making room in the caches and reading the old lines would take longer.
-constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
+constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20;
 // Work of one packing task: units of a panel; steps and features of block columns; bytes of blocks.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024, kTurnedBytes = 32 << 10;
 
@@ -60,14 +59,19 @@ struct Panels {
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
-// All rows, whole and in their order, as one task: the outputs of neighbouring rows are then written together.
-struct WholeRows {
+// All rows in their order as one task: the outputs of neighbouring rows are then written together.
+struct RowsInOrder {
   std::vector<int32_t> row, begin, end;
-  int64_t task_start[2];
+  int64_t task_start[2] = {};
 
-  WholeRows(int64_t rows, int64_t block_out)
-      : row(rows), begin(rows, 0), end(rows, static_cast<int32_t>(block_out)), task_start{0, rows} {
-    std::iota(row.begin(), row.end(), 0);
+  RowsInOrder(int64_t rows, int64_t block_out) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t first = 0; first < block_out; first += kOutputsAtOnce) {
+        row.push_back(int32_t(r));
+        begin.push_back(int32_t(first));
+        end.push_back(int32_t(std::min(first + kOutputsAtOnce, block_out)));
+      }
+    task_start[1] = int64_t(row.size());
   }
   RowTasks of(const RowTasks& tasks) const {
     return {tasks.start, tasks.col, tasks.position, row.data(), begin.data(), end.data(), task_start, 1};
@@ -99,8 +103,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const LinearKernels& kernels = linear_kernels(isa, dtype, block_sum);
   RowTasks tasks = shared;
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
-  const bool streams = kernels.lanes * kernels.unit_size == kLine && tokens * out_features * size >= kStreamed &&
-                       out_features * size % kLine == 0;
+  const bool streams = kernels.lanes * kernels.unit_size == kCacheLine && tokens * out_features * size >= kStreamed &&
+                       out_features * size % kCacheLine == 0;
   const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed);
   const int64_t depth = copies ? 0 : kernels.tile_depth(block_out, block_sum);
   // Pieces on tiles are whole pairs of tiles: one that begins with the second tile of a pair leaves it to the one
@@ -163,7 +167,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const auto fetch_outputs = [&](int64_t output, int64_t count, int64_t token, int64_t here) {
     for (int64_t t = token; t < token + here; ++t) {
       const auto* to = static_cast<const char*>(advance(y, (t * out_features + output) * size));
-      for (int64_t i = 0; i < count * size; i += kLine) __builtin_prefetch(to + i, 1, 2);
+      for (int64_t i = 0; i < count * size; i += kCacheLine) __builtin_prefetch(to + i, 1, 2);
     }
   };
   // Compute the outputs of one task for a panel. The thread will probably compute `next_task` next, so that is
@@ -202,7 +206,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   if (depth ? panels.cut_for_tiles(kernels, width_bytes, thread_count())
             : width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count()) {
     // Each thread packs a panel and multiplies it while it is in its own caches.
-    const WholeRows rows(out_features / block_out, block_out);
+    const RowsInOrder rows(out_features / block_out, block_out);
     tasks = rows.of(shared);
     return parallel_tasks(panels.count, [&](int64_t p) {
       void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);

@@ -19,7 +19,7 @@ constexpr int64_t kSumGroup = 256, kConvertGroup = 64;
 constexpr int64_t kStepGroup = 128;
 // Blocks from each one to the one that is fetched while it is packed, if each row of a block fits a cache line.
 // Processors foresee longer rows.
-constexpr int64_t kPackAhead = 8, kLine = 64;
+constexpr int64_t kPackAhead = 8;
 
 template <class E>
 Vector<typename E::Unit> units_up_to(const typename E::Storage* from, int64_t count) {
@@ -106,7 +106,7 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
   using Unit = typename E::Unit;
   constexpr int size = kLanes<Unit> / kPieces;
   const Storage* from = static_cast<const Storage*>(columns.from);
-  const bool fetches = columns.block * int64_t(sizeof(Storage)) <= kLine;
+  const bool fetches = columns.block * int64_t(sizeof(Storage)) <= kCacheLine;
   for (int64_t b = first_block; b < last_block; b += kPieces) {
     Unit* to = static_cast<Unit*>(columns.to) + b * columns.to_stride;
     const bool whole = kPieces > 1 && b + kPieces <= last_block;

@@ -14,13 +14,13 @@ namespace {
 constexpr int64_t kTaskCost = 16384;
 // Rows are cut at multiples of this number of outputs: the height of one AMX tile and of two AVX-512 tiles.
 constexpr int64_t kOutputStep = 16;
-// Rows of small blocks share a task up to this number of outputs, which in 16 bits are a cache line of a token.
+// Rows of small blocks share a task up to this number of outputs, which in 16 bits are two cache lines of a token.
 constexpr int64_t kLineOutputs = 64;
 
 // Return how many rows of this mean cost share a task: enough for whole cache lines of outputs, if not too many.
 int64_t rows_per_task(int64_t height, double cost) {
   // A row that is cut shares no task.
-  int64_t rows = std::max<int64_t>(kLineOutputs / height, 1);
+  int64_t rows = height <= kOutputStep ? std::max<int64_t>(kLineOutputs / height, 1) : 1;
   while (rows > 1 && double(rows) * cost > 2 * kTaskCost) rows /= 2;
   return rows;
 }

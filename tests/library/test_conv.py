@@ -271,6 +271,31 @@ def test_outputs_that_no_tap_reaches(backend):
 
 
 @on_every_backend
+@pytest.mark.parametrize("transposed", [False, True])
+def test_outputs_beyond_the_image_that_no_tap_reaches(backend, transposed):
+    layout = bs.patterns.dense((32, 32), 32)
+    x, values, bias = (torch.randn(shape).bfloat16() for shape in [(1, 32, 2), (1, 32, 32, 2), (32,)])
+    with running(backend):
+        if transposed:  # taps meet the positions before and behind all outputs
+            y = bs.conv_transpose1d(x, values, layout, bias, padding=2, dilation=9)
+        else:
+            y = bs.conv1d(x, values, layout, bias, padding=10, dilation=13)
+    assert y.shape[2] > x.shape[2]
+    assert torch.equal(y, bias.reshape(1, 32, 1).expand_as(y))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if "triton" not in name])  # which multiplies the border
+def test_infinite_weights_do_not_meet_the_border(backend):
+    layout = bs.patterns.dense((32, 32), 32)
+    x, values = torch.ones(1, 32, 8).bfloat16(), torch.ones(1, 32, 32, 3).bfloat16()
+    values[0, 0, 0, 0] = torch.inf
+    with running(backend):
+        y = bs.conv1d(x, values, layout, padding=1)
+    assert y[0, 0, 0] == 64
+    assert (y[0, 0, 1:] == torch.inf).all()
+
+
+@on_every_backend
 def test_sizes_beyond_the_reach_of_any_tap_are_zeros(backend):
     # Callers of the op itself may ask for any output: where no tap reaches it is zero, and nothing outside is read.
     layout = bs.patterns.dense((8, 8), block_size=8)

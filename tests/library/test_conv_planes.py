@@ -42,7 +42,8 @@ def test_outputs_and_gradients(backend, block, size, transposed, calls):
         x = torch.randn(3, layout.shape[1], *size)
         values, bias = torch.randn(*layout.values_shape, *kernel), torch.randn(layout.shape[0])
         sparse, dense = (bs.conv_transpose2d, F.conv_transpose2d) if transposed else (bs.conv2d, F.conv2d)
-        options = {"padding": padding, "dilation": dilation}
+        # Padding makes transposed convolutions smaller: of one line or two, nothing would be left.
+        options = {"padding": 0 if transposed and min(size) < 3 else padding, "dilation": dilation}
 
         def expected(x, values, bias, dense=dense, options=options):
             weight = bs.to_dense(values, layout)

@@ -108,3 +108,17 @@ def test_many_threads(recwarn):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_results_are_tensors_of_their_own():
+    for _ in range(3):  # made from the storage, then from the tensor before
+        tensor = workspace.empty(SHAPE, torch.float32, CPU)
+        assert type(tensor) is torch.Tensor
+        assert (tensor._version, tensor.is_leaf, tensor._is_view()) == (0, True, False)
+        tensor.zero_().requires_grad_().detach_().unsqueeze_(0)
+        assert tensor.shape == (1, *SHAPE)
+        del tensor
+    with torch.inference_mode():
+        assert workspace.empty(SHAPE, torch.float32, CPU).is_inference()
+    assert not workspace.empty(SHAPE, torch.float32, CPU).is_inference()
+    assert len(workspace._buffers) == 1

@@ -44,8 +44,11 @@ class _Buffer:
         latest, inference = self.latest, torch.is_inference_mode_enabled()
         if latest is None or latest.shape != shape or latest.dtype != dtype or latest.is_inference() != inference:
             latest = torch.empty(0, dtype=dtype, device="cpu").set_(self.storage, 0, shape, _strides(shape))
+            if type(latest) is not Tensor:  # a mode that wraps results is active
+                return latest
             self.latest = latest
-        return latest.data
+        # `data` has a count of changes of its own, but refuses `unsqueeze_` and the like.
+        return Tensor._make_subclass(Tensor, latest.data)
 
 
 _lock = threading.Lock()

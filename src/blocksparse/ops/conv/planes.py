@@ -109,6 +109,7 @@ def _empty(images: int, size: Sequence[int], channels: int, dtype: torch.dtype) 
     """Return an empty `[n, height, width, channels]` in memory of planes, which is no view."""
     height, width = size
     area = height * width
-    storage = workspace.empty((images * channels * area,), dtype, torch.device("cpu")).untyped_storage()
+    # This tensor keeps the memory from being given to another thread.
+    numbers = workspace.empty((images * channels * area,), dtype, torch.device("cpu"))
     shape, strides = (images, height, width, channels), (channels * area, width, 1, area)
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(numbers.untyped_storage(), 0, shape, strides)
