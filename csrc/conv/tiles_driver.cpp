@@ -14,7 +14,7 @@ namespace blocksparse {
 namespace {
 
 // Bytes of a copy, which stays in the L2 cache, and least positions of one. At once computed positions: two tiles.
-constexpr int64_t kCopyBytes = 1 << 20, kLeastPositions = 128, kPositions = 32, kTile = 16;
+constexpr int64_t kCopyBytes = 1 << 20, kLeastPositions = 128, kPositions = 2 * kTileSize;
 constexpr int64_t kTasksPerThread = 4;
 // Outputs that are written together, which in 16 bits are two cache lines.
 constexpr int64_t kOutputs = 64;
@@ -114,7 +114,7 @@ bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activatio
   const int64_t steps = block_sum / kernels.k_pack, size = size_of(dtype);
   const int64_t sum_size = int64_t(kernels.sum_size);
   Borders borders;
-  const bool whole_tiles = block_out % kTile == 0 && (steps % kTile == 0 || steps == kTile / 2);
+  const bool whole_tiles = block_out % kTileSize == 0 && (steps % kTileSize == 0 || steps == kTileSize / 2);
   if (!kernels.bordered_piece || !whole_tiles || !borders.fit(whole, x, y)) return false;
   if (!finite && !borders.empty(x)) return false;  // a border times infinity would be NaN
   const int64_t all = n * borders.positions(), real = n * y.size[0] * y.size[1] * y.size[2];

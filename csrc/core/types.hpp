@@ -31,6 +31,7 @@ struct RowsPart {
 };
 
 constexpr int64_t kCacheLine = 64;  // bytes
+constexpr int64_t kTileSize = 16;   // rows, and 4-byte columns, of an AMX tile
 
 // Elements per part of an elementwise loop: a few microseconds of work, and a multiple of every vector. Each part of a
 // dropout seeds its own random numbers, so that results do not depend on the number of threads or the instruction set.

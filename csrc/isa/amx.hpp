@@ -15,7 +15,7 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-constexpr int64_t kTile = 16;       // rows, and 4-byte columns, of a tile
+constexpr int64_t kTile = kTileSize;
 constexpr int kPanelTiles = 8;      // vectors of tokens in a panel: more would leave the L2 cache
 constexpr int64_t kTileStrip = 16;  // sampled blocks of a row that are written together
 

@@ -62,9 +62,6 @@ struct TurnedMatrix {
   int64_t to_row, to_tile;  // units from an output to the next, and from 16 units of one to the next 16
 };
 
-// Outputs, and units of the sum, in a tile.
-constexpr int64_t kTileSize = 16;
-
 struct LinearKernels {
   int k_pack;       // numbers per unit along the sum
   int lanes;        // units, and sums, in a vector
