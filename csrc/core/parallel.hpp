@@ -43,6 +43,10 @@ class FlushSubnormals {
   const bool before_;
 };
 
+// Up to this many threads each prepare all that they read, rather than share the work: what another core has just
+// written takes longer to read than to make again, and no thread waits.
+constexpr int64_t kFewThreads = 2;
+
 // Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
 void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 

@@ -18,10 +18,11 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// If there are at least this many panels per thread, of at most this size, each thread packs its own panels.
-constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
-// On tiles: bytes and least vectors of a panel that a thread packs for itself, and outputs of a piece, two tiles.
-constexpr int64_t kTilePanelBytes = 1 << 20, kLeastOwn = 4, kTileOutputs = 2 * kTileSize;
+// Each thread packs its own panels if it gets at least this many tokens: one of a few threads, or of many, which would
+// otherwise read all weights for few tokens.
+constexpr int64_t kOwnTokens = 16, kOwnTokensOfMany = 64;
+// On tiles: most bytes of a panel, and outputs of a piece, two tiles.
+constexpr int64_t kTilePanelBytes = 1 << 20, kTileOutputs = 2 * kTileSize;
 // Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
 // caches, fewer would write the values too often. 16-bit types pack all tokens at once, since sums over chunks would
 // round.
@@ -33,24 +34,16 @@ constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20;
 // Work of one packing task: units of a panel; steps and features of block columns; bytes of blocks.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024, kTurnedBytes = 32 << 10;
 
-// Tokens cut into panels of about equal width, each a whole number of vectors. `max_bytes` is the size of the widest
-// panel.
+// Tokens cut into panels of about equal width, each a whole number of vectors, `most` or fewer.
 struct Panels {
   int64_t tokens, lanes, vectors, count;
 
-  Panels(int64_t tokens, const LinearKernels& kernels, int64_t max_bytes)
-      : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
-    // If the weights do not fit the caches, wider panels read them less often.
-    count = ceil_div(vectors, max_bytes > kPanelBytes ? 2 * kernels.max_vectors : kernels.max_vectors);
-  }
-  // Cut panels for tiles, which stay in a core's L2 cache. Return whether each thread gets the same number of them.
-  bool cut_for_tiles(const LinearKernels& kernels, int64_t max_bytes, int64_t threads) {
-    const int64_t most = std::clamp<int64_t>(kTilePanelBytes * kernels.max_vectors / std::max<int64_t>(max_bytes, 1), 2,
-                                             kernels.max_vectors);
-    count = ceil_div(vectors, most);
-    const int64_t even = ceil_div(count, threads) * threads;
-    if (threads > 1 && vectors < kLeastOwn * even) return false;
-    count = even;
+  Panels(int64_t tokens, int64_t lanes, int64_t most)
+      : tokens(tokens), lanes(lanes), vectors(ceil_div(tokens, lanes)), count(ceil_div(vectors, most)) {}
+  // Give each thread the same number of panels. Return false if it would get too few tokens.
+  bool cut_for_threads(int64_t threads) {
+    if (vectors * lanes < threads * (threads > kFewThreads ? kOwnTokensOfMany : kOwnTokens)) return false;
+    count = ceil_div(count, threads) * threads;
     return true;
   }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
@@ -201,11 +194,16 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
 
   const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
   const int64_t panel_depth = std::max<int64_t>(depth, 1);
-  const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
-  Panels panels(tokens, kernels, width_bytes);
-  if (depth ? panels.cut_for_tiles(kernels, width_bytes, thread_count())
-            : width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count()) {
-    // Each thread packs a panel and multiplies it while it is in its own caches.
+  const int64_t vector_bytes = std::max<int64_t>(token_bytes * kernels.lanes, 1);
+  const int64_t width_bytes = vector_bytes * kernels.max_vectors;
+  int64_t most = kernels.max_vectors;
+  if (depth) {
+    most = std::clamp<int64_t>(kTilePanelBytes / vector_bytes, 2, most);
+  } else if (width_bytes > kPanelBytes) {
+    most *= 2;  // the weights do not fit the caches: wider panels read them less often
+  }
+  Panels panels(tokens, kernels.lanes, most);
+  if (panels.cut_for_threads(thread_count())) {
     const RowsInOrder rows(out_features / block_out, block_out);
     tasks = rows.of(shared);
     return parallel_tasks(panels.count, [&](int64_t p) {
@@ -215,8 +213,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       run_task(0, 1, panels.first(p), panels.real(p), packed, panels.width(p));
     });
   }
-  const int64_t at_once =
-      std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
+  const int64_t at_once = std::clamp<int64_t>(kPanelBytes / width_bytes, 1, std::max<int64_t>(panels.count, 1));
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first);
     const int64_t first_token = panels.first(first);
@@ -245,7 +242,7 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
   const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;  // x then is packed in columns of tiles
   const int64_t chunk = on_tiles && block_in % kTileSize == 0 ? kTileSize : padded_in;
-  const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
+  const int64_t in_blocks = x.features / block_in;
   const int64_t token_bytes = std::max<int64_t>((grad.features + x.features) * size, 1);
   const int64_t at_once =
       size == 2 ? std::max<int64_t>(tokens, 1) : std::clamp(kWgradBytes / token_bytes, kLeastTokens, kMostTokens);
@@ -280,19 +277,27 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
       });
       return packed;
     };
-    const void* packed_grad = on_tiles ? turn(grad) : pack(grad, out_blocks, block_out, block_out, Scratch::kGradients);
-    const bool in_chunks = block_in % chunk == 0;
-    const void* packed_x = in_chunks ? pack(x, x.features / chunk, chunk, chunk, Scratch::kPanels)
-                                     : pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
-
-    parallel_tasks(tasks.tasks, [&](int64_t task) {
-      const int64_t end = tasks.task_start[task + 1];
-      for (int64_t k = tasks.task_start[task], blocks; k < end; k += blocks) {
-        for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
-        kernels.sampled_strip({blocks, tasks.col + k, advance(packed_grad, tasks.row[k] * steps * block_out * unit),
-                               packed_x, steps, block_out, block_in, padded_in, chunk,
-                               advance(values, k * block_out * block_in * size), first > 0});
-      }
+    const int64_t threads = thread_count(), parts = threads > kFewThreads ? 1 : threads;
+    parallel_tasks(parts, [&](int64_t part) {
+      const int64_t begin = tasks.tasks * part / parts, count = tasks.tasks * (part + 1) / parts - begin;
+      if (count == 0) return;
+      const int64_t row = tasks.row[tasks.task_start[begin]];
+      const int64_t rows = tasks.row[tasks.task_start[begin + count] - 1] + 1 - row;
+      const Matrix its_grad = {advance(grad.data, row * block_out * size), grad.stride, rows * block_out};
+      const void* packed_grad =
+          on_tiles ? turn(its_grad) : pack(its_grad, rows, block_out, block_out, Scratch::kGradients);
+      const void* packed_x = block_in % chunk == 0 ? pack(x, x.features / chunk, chunk, chunk, Scratch::kPanels)
+                                                   : pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
+      parallel_tasks(count, [&](int64_t i) {
+        const int64_t end = tasks.task_start[begin + i + 1];
+        for (int64_t k = tasks.task_start[begin + i], blocks; k < end; k += blocks) {
+          for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
+          kernels.sampled_strip({blocks, tasks.col + k,
+                                 advance(packed_grad, (tasks.row[k] - row) * steps * block_out * unit), packed_x, steps,
+                                 block_out, block_in, padded_in, chunk,
+                                 advance(values, k * block_out * block_in * size), first > 0});
+        }
+      });
     });
   }
 }
