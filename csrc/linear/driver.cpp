@@ -18,9 +18,9 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Each thread packs its own panels if it gets at least this many tokens: one of a few threads, or of many, which would
-// otherwise read all weights for few tokens.
-constexpr int64_t kOwnTokens = 16, kOwnTokensOfMany = 64;
+// Each of several threads packs its own panels if it gets at least this many tokens. With many threads, or on tiles, it
+// would otherwise read all weights for too few tokens.
+constexpr int64_t kOwnTokens = 16, kManyOwnTokens = 64;
 // On tiles: most bytes of a panel, and outputs of a piece, two tiles.
 constexpr int64_t kTilePanelBytes = 1 << 20, kTileOutputs = 2 * kTileSize;
 // Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
@@ -41,8 +41,9 @@ struct Panels {
   Panels(int64_t tokens, int64_t lanes, int64_t most)
       : tokens(tokens), lanes(lanes), vectors(ceil_div(tokens, lanes)), count(ceil_div(vectors, most)) {}
   // Give each thread the same number of panels. Return false if it would get too few tokens.
-  bool cut_for_threads(int64_t threads) {
-    if (vectors * lanes < threads * (threads > kFewThreads ? kOwnTokensOfMany : kOwnTokens)) return false;
+  bool cut_for_threads(int64_t threads, bool on_tiles) {
+    const int64_t least = on_tiles || threads > kFewThreads ? kManyOwnTokens : kOwnTokens;
+    if (threads > 1 && vectors * lanes < threads * least) return false;
     count = ceil_div(count, threads) * threads;
     return true;
   }
@@ -203,7 +204,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     most *= 2;  // the weights do not fit the caches: wider panels read them less often
   }
   Panels panels(tokens, kernels.lanes, most);
-  if (panels.cut_for_threads(thread_count())) {
+  if (panels.cut_for_threads(thread_count(), depth > 0)) {
     const RowsInOrder rows(out_features / block_out, block_out);
     tasks = rows.of(shared);
     return parallel_tasks(panels.count, [&](int64_t p) {
