@@ -27,6 +27,8 @@ constexpr int64_t kTilePanelBytes = 1 << 20, kTileOutputs = 2 * kTileSize;
 // caches, fewer would write the values too often. 16-bit types pack all tokens at once, since sums over chunks would
 // round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
+// Bytes of packed x that the blocks of all rows read before others do: they stay in a core's L2 cache.
+constexpr int64_t kColumnBytes = 1 << 20;
 // kOutputsAtOnce: outputs of neighbouring pieces that are written together, so that each token's are whole cache lines.
 // kStreamed: outputs of at least this many bytes bypass the caches if a vector fills a cache line. The next reader then
 // has to wait, but making room in the caches and reading the old lines would take longer.
@@ -82,6 +84,16 @@ Matrix repeated(const Matrix& x, int64_t tokens, int64_t block, int64_t block_by
       for (int64_t i = 0; i < copies; ++i, to += block_bytes)
         std::memcpy(to, advance(x.data, t * x.stride * size + b * block_bytes), block_bytes);
   return result;
+}
+
+// Return the first block in [begin, end) that is not before a place. Blocks are ordered by row and column.
+int64_t first_block(const BlockTasks& tasks, int64_t begin, int64_t end, int32_t row, int32_t col) {
+  while (begin < end) {
+    const int64_t middle = begin + (end - begin) / 2;
+    const bool is_before = tasks.row[middle] != row ? tasks.row[middle] < row : tasks.col[middle] < col;
+    (is_before ? begin : end) = is_before ? middle + 1 : middle;
+  }
+  return begin;
 }
 
 }  // namespace
@@ -248,14 +260,14 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const int64_t at_once =
       size == 2 ? std::max<int64_t>(tokens, 1) : std::clamp(kWgradBytes / token_bytes, kLeastTokens, kMostTokens);
 
-  for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
-    const int64_t here = std::min(at_once, tokens - first), least = on_tiles ? kTileSize : 1;
+  for (int64_t first_token = 0; first_token == 0 || first_token < tokens; first_token += at_once) {
+    const int64_t here = std::min(at_once, tokens - first_token), least = on_tiles ? kTileSize : 1;
     const int64_t steps = ceil_div(here, kernels.k_pack * least) * least;
     const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
       const int64_t block_units = steps * padded;
       void* packed = scratch(slot, blocks * block_units * unit);
       const BlockColumns columns = {
-          advance(from.data, first * from.stride * size), from.stride, here, block, padded, packed, block_units};
+          advance(from.data, first_token * from.stride * size), from.stride, here, block, padded, packed, block_units};
       const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
       const int64_t cuts = ceil_div(blocks, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
       parallel_tasks(step_cuts * cuts, [&](int64_t i) {
@@ -272,7 +284,7 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
       parallel_tasks(steps / kTileSize * cuts, [&](int64_t i) {
         const int64_t step = i / cuts * kTileSize, begin = i % cuts * at_a_time, token = step * kernels.k_pack;
         for (int64_t c = begin; c < std::min(begin + at_a_time, chunks); ++c)
-          kernels.turn({advance(from.data, ((first + token) * from.stride + c * outputs) * size), from.stride,
+          kernels.turn({advance(from.data, ((first_token + token) * from.stride + c * outputs) * size), from.stride,
                         here - token, outputs, kTileSize, advance(packed, (c * steps + step) * outputs * unit),
                         kTileSize, 0});
       });
@@ -289,14 +301,25 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
           on_tiles ? turn(its_grad) : pack(its_grad, rows, block_out, block_out, Scratch::kGradients);
       const void* packed_x = block_in % chunk == 0 ? pack(x, x.features / chunk, chunk, chunk, Scratch::kPanels)
                                                    : pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
-      parallel_tasks(count, [&](int64_t i) {
-        const int64_t end = tasks.task_start[begin + i + 1];
-        for (int64_t k = tasks.task_start[begin + i], blocks; k < end; k += blocks) {
-          for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
-          kernels.sampled_strip({blocks, tasks.col + k,
-                                 advance(packed_grad, (tasks.row[k] - row) * steps * block_out * unit), packed_x, steps,
-                                 block_out, block_in, padded_in, chunk,
-                                 advance(values, k * block_out * block_in * size), first > 0});
+      const int64_t x_bytes = in_blocks * padded_in * steps * unit;
+      const int64_t panels = std::clamp<int64_t>(ceil_div(x_bytes, kColumnBytes), 1, in_blocks);
+      parallel_tasks(panels * count, [&](int64_t i) {
+        const int64_t task = begin + i % count, end = tasks.task_start[task + 1];
+        const auto first_col = [&](int64_t panel) { return int32_t(in_blocks * panel / panels); };
+        const int32_t first = first_col(i / count), last = first_col(i / count + 1);
+        int64_t k = tasks.task_start[task];
+        while (k < end) {
+          const int32_t at_row = tasks.row[k];
+          k = first_block(tasks, k, end, at_row, first);
+          const int64_t stop = first_block(tasks, k, end, at_row, last);
+          for (int64_t blocks; k < stop; k += blocks) {
+            blocks = std::min(strip, stop - k);
+            kernels.sampled_strip({blocks, tasks.col + k,
+                                   advance(packed_grad, (at_row - row) * steps * block_out * unit), packed_x, steps,
+                                   block_out, block_in, padded_in, chunk,
+                                   advance(values, k * block_out * block_in * size), first_token > 0});
+          }
+          k = first_block(tasks, k, end, at_row + 1, 0);
         }
       });
     });

@@ -109,7 +109,7 @@ struct RowTasks {  // see RowPlan in linear/plan.hpp
   int64_t tasks;
 };
 
-struct BlockTasks {  // see BlockPlan in ops/cpu_plan.py
+struct BlockTasks {  // see BlockPlan in ops/cpu_plan.py; blocks are ordered by row, then by column
   const int32_t *row, *col;
   const int64_t* task_start;
   int64_t tasks;

@@ -57,6 +57,20 @@ def test_layouts_with_all_blocks_keep_the_contract_in_the_dense_product(backend,
 
 
 @on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [8, (16, 48)], ids=str)
+def test_gradients_of_the_values_where_columns_come_in_panels(backend, dtype, block):
+    height, width = (block, block) if isinstance(block, int) else block
+    layout = bs.patterns.random((5 * height, 240 * width), block_size=block, density=0.3, seed=0)
+    grad, x = (torch.randn(300, features, dtype=dtype) for features in layout.shape)  # x takes 1 to 14 MB
+    mask = bs.to_dense(torch.ones(layout.values_shape, dtype=torch.float64), layout)
+    expected = mask * (grad.double().T @ x.double())
+    with running(backend):
+        values = assert_same_bits(lambda: wgrad(grad, x, layout), (1, 2, 3))
+    assert_close(bs.to_dense(values, layout), expected, 1e-2 if dtype == torch.bfloat16 else 2e-6)
+
+
+@on_every_isa
 @pytest.mark.parametrize("block", [32, (48, 96), (80, 64)], ids=str)
 @pytest.mark.parametrize("tokens", [3, 17, 150])
 def test_long_rows_are_right_where_a_plan_cuts_them(backend, block, tokens):
