@@ -18,9 +18,9 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Each of several threads packs its own panels if it gets at least this many tokens. With many threads, or on tiles, it
-// would otherwise read all weights for too few tokens.
-constexpr int64_t kOwnTokens = 16, kManyOwnTokens = 64;
+// Each thread packs and multiplies tokens of its own if it gets at least this many vectors of them; on tiles, or as one
+// of many threads, at least kManyOwnVectors. With fewer, threads share the rows of the weight instead of the tokens.
+constexpr int64_t kOwnVectors = 2, kManyOwnVectors = 4;
 // On tiles: most bytes of a panel, and outputs of a piece, two tiles.
 constexpr int64_t kTilePanelBytes = 1 << 20, kTileOutputs = 2 * kTileSize;
 // Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
@@ -42,35 +42,37 @@ struct Panels {
 
   Panels(int64_t tokens, int64_t lanes, int64_t most)
       : tokens(tokens), lanes(lanes), vectors(ceil_div(tokens, lanes)), count(ceil_div(vectors, most)) {}
-  // Give each thread the same number of panels. Return false if it would get too few tokens.
-  bool cut_for_threads(int64_t threads, bool on_tiles) {
-    const int64_t least = on_tiles || threads > kFewThreads ? kManyOwnTokens : kOwnTokens;
-    if (threads > 1 && vectors * lanes < threads * least) return false;
-    count = ceil_div(count, threads) * threads;
-    return true;
-  }
+  void cut_evenly(int64_t threads) { count = ceil_div(count, threads) * threads; }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
   int64_t first(int64_t p) const { return first_vector(p) * lanes; }
   int64_t width(int64_t p) const { return (first_vector(p + 1) - first_vector(p)) * lanes; }
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
-// All rows in their order as one task: the outputs of neighbouring rows are then written together.
+// All rows in their order, in tasks of about equal cost: the outputs of neighbouring rows are then written together.
 struct RowsInOrder {
   std::vector<int32_t> row, begin, end;
-  int64_t task_start[2] = {};
+  std::vector<int64_t> task_start = {0};
 
-  RowsInOrder(int64_t rows, int64_t block_out) {
+  RowsInOrder(const int64_t* start, int64_t rows, int64_t block_out, int64_t tasks) {
+    int64_t cost = 0;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t first = 0; first < block_out; first += kOutputsAtOnce) {
+        const int64_t last = std::min(first + kOutputsAtOnce, block_out), done = int64_t(task_start.size());
+        // Tasks share no cache line of outputs.
+        if (done < tasks && cost * tasks >= start[rows] * block_out * done && cost > 0 &&
+            (r * block_out + first) % kOutputsAtOnce == 0)
+          task_start.push_back(int64_t(row.size()));
+        cost += (start[r + 1] - start[r]) * (last - first);
         row.push_back(int32_t(r));
         begin.push_back(int32_t(first));
-        end.push_back(int32_t(std::min(first + kOutputsAtOnce, block_out)));
+        end.push_back(int32_t(last));
       }
-    task_start[1] = int64_t(row.size());
+    task_start.push_back(int64_t(row.size()));
   }
   RowTasks of(const RowTasks& tasks) const {
-    return {tasks.start, tasks.col, tasks.position, row.data(), begin.data(), end.data(), task_start, 1};
+    return {tasks.start,  tasks.col,  tasks.position,    row.data(),
+            begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
   }
 };
 
@@ -216,14 +218,22 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
     most *= 2;  // the weights do not fit the caches: wider panels read them less often
   }
   Panels panels(tokens, kernels.lanes, most);
-  if (panels.cut_for_threads(thread_count(), depth > 0)) {
-    const RowsInOrder rows(out_features / block_out, block_out);
+  const int64_t threads = thread_count(), block_rows = out_features / block_out;
+  const auto multiply_panel = [&](int64_t p, int64_t task) {
+    void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
+    kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
+                       panels.width(p), panel_depth, packed);
+    run_task(task, tasks.tasks, panels.first(p), panels.real(p), packed, panels.width(p));
+  };
+  const int64_t own_vectors = depth || threads > kFewThreads ? kManyOwnVectors : kOwnVectors;
+  const bool shares_rows = threads > 1 && panels.vectors < threads * own_vectors;
+  if (!shares_rows || (threads <= kFewThreads && out_features >= threads * kOutputsAtOnce)) {
+    if (!shares_rows) panels.cut_evenly(threads);
+    const RowsInOrder rows(tasks.start, block_rows, block_out, shares_rows ? threads : 1);
     tasks = rows.of(shared);
-    return parallel_tasks(panels.count, [&](int64_t p) {
-      void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
-      kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
-                         panels.width(p), panel_depth, packed);
-      run_task(0, 1, panels.first(p), panels.real(p), packed, panels.width(p));
+    return parallel_tasks(shares_rows ? tasks.tasks : panels.count, [&](int64_t i) {
+      if (!shares_rows) return multiply_panel(i, 0);
+      for (int64_t p = 0; p < panels.count; ++p) multiply_panel(p, i);
     });
   }
   const int64_t at_once = std::clamp<int64_t>(kPanelBytes / width_bytes, 1, std::max<int64_t>(panels.count, 1));
@@ -239,7 +249,6 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
                          std::min(begin + kPackUnits, units), panels.width(p), panel_depth, panel_at(p));
     });
-    const int64_t threads = thread_count();
     parallel_tasks(here * tasks.tasks, [&](int64_t i) {
       const int64_t p = first + i / tasks.tasks, task = i % tasks.tasks;
       run_task(task, task + threads, panels.first(p), panels.real(p), panel_at(p), panels.width(p));
