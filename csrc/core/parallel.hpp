@@ -43,12 +43,18 @@ class FlushSubnormals {
   const bool before_;
 };
 
+// Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
+void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
+
 // Up to this many threads each prepare all that they read, rather than share the work: what another core has just
 // written takes longer to read than to make again, and no thread waits.
 constexpr int64_t kFewThreads = 2;
 
-// Call task(0) ... task(count - 1), each once, on whichever thread is free. A loop within a task runs on its thread.
-void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
+// Call part(0) ... part(parts - 1), side by side if they are several. The loops of a single part run on all threads.
+inline void parallel_parts(int64_t parts, const std::function<void(int64_t)>& part) {
+  if (parts == 1) return part(0);
+  parallel_tasks(parts, part);
+}
 
 // The tile registers, say, that kernels have set up on a thread for as long as it works in a parallel loop.
 struct LoopState {

@@ -81,16 +81,18 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
   const auto bound = [&](int64_t output) { return std::min(ceil_div(output, kTileOutputs) * kTileOutputs, block_out); };
   const int64_t taps = patches ? taps_of(*patches) : 1;
   const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kCacheLine == 0;
-  const int64_t parts = thread_count() <= kFewThreads && tokens >= thread_count() * kOwnTokens ? thread_count() : 1;
-  const int64_t part_tokens = ceil_div(tokens, parts * kTileSize) * kTileSize;
-  parallel_tasks(parts, [&](int64_t part) {
-    const int64_t threads = thread_count();
-    const int64_t end = std::min((part + 1) * part_tokens, tokens);
+  const int64_t all_threads = thread_count();
+  const int64_t parts = all_threads <= kFewThreads && tokens >= all_threads * kOwnTokens ? all_threads : 1;
+  const auto first_token = [&](int64_t part) {
+    return part == parts ? tokens : (tokens * part / parts + kTileSize / 2) / kTileSize * kTileSize;
+  };
+  parallel_parts(parts, [&](int64_t part) {
+    const int64_t threads = thread_count(), first = first_token(part), end = first_token(part + 1);
     const int64_t group =
-        std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(row_bytes, 1), 1, std::max<int64_t>(part_tokens, 1));
+        std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(row_bytes, 1), 1, std::max<int64_t>(end - first, 1));
     auto* quantized = static_cast<uint8_t*>(scratch(Scratch::kPanels, (group + kTileTokens) * row_bytes));
     auto* scale = static_cast<float*>(scratch(Scratch::kGradients, group * int64_t(sizeof(float))));
-    for (int64_t begin = part * part_tokens; begin < end; begin += group) {
+    for (int64_t begin = first; begin < end; begin += group) {
       const int64_t count = std::min(group, end - begin);
       parallel_tasks(count, [&](int64_t t) {
         const char* from = static_cast<const char*>(x.data);
@@ -109,7 +111,7 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
         const int64_t chunk = i / tasks.tasks, task = i % tasks.tasks;
         const int64_t token = count * chunk / chunks, here = count * (chunk + 1) / chunks - token;
         for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
-          const int64_t row = tasks.row[j], first = tasks.start[row], begin_out = bound(tasks.begin[j]);
+          const int64_t row = tasks.row[j], first_block = tasks.start[row], begin_out = bound(tasks.begin[j]);
           const int64_t output = row * block_out + begin_out;
           // The thread will probably compute this row next. Fetching it makes 64 tokens 4 to 9 % faster from cold
           // caches, and few tokens slower.
@@ -117,10 +119,10 @@ void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, 
                                 : task + threads < tasks.tasks     ? tasks.task_start[task + threads]
                                                                    : j;
           const int64_t next = tasks.start[tasks.row[after]], next_end = tasks.start[tasks.row[after] + 1];
-          const char* w = weights.blocks + first * block_bytes;
+          const char* w = weights.blocks + first_block * block_bytes;
           const char* scales = weights.row_scales ? weights.row_scales + row * scale_bytes : w + weight_bytes;
-          kernels.piece({tasks.start[row + 1] - first,
-                         tasks.col + first,
+          kernels.piece({tasks.start[row + 1] - first_block,
+                         tasks.col + first_block,
                          w,
                          scales,
                          block_bytes,

@@ -18,17 +18,17 @@ constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(sel
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Each thread packs and multiplies tokens of its own if it gets at least this many vectors of them; on tiles, or as one
-// of many threads, at least kManyOwnVectors. With fewer, threads share the rows of the weight instead of the tokens.
-constexpr int64_t kOwnVectors = 2, kManyOwnVectors = 4;
-// On tiles: most bytes of a panel, and outputs of a piece, two tiles.
-constexpr int64_t kTilePanelBytes = 1 << 20, kTileOutputs = 2 * kTileSize;
+// One of a few threads packs and multiplies tokens of its own if it gets at least this many vectors of them, on tiles
+// kOwnTileVectors. With fewer, threads share the rows of the weight instead of the tokens, unless one would get more
+// than kLargestShare percent. Of many threads, each needs kManyOwnPanels that stay in a core's L2 cache.
+constexpr int64_t kOwnVectors = 2, kOwnTileVectors = 4, kLargestShare = 60, kManyOwnPanels = 8, kL2Bytes = 1 << 20;
+// A few threads each pack x for the sampled product up to this size.
+constexpr int64_t kOwnBytes = 16 << 20;
+constexpr int64_t kTileOutputs = 2 * kTileSize;  // of a piece on tiles
 // Bytes, and bounds on the number, of tokens that the sampled product packs at a time: more would leave the outer
 // caches, fewer would write the values too often. 16-bit types pack all tokens at once, since sums over chunks would
 // round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
-// Bytes of packed x that the blocks of all rows read before others do: they stay in a core's L2 cache.
-constexpr int64_t kColumnBytes = 1 << 20;
 // kOutputsAtOnce: outputs of neighbouring pieces that are written together, so that each token's are whole cache lines.
 // kStreamed: outputs of at least this many bytes bypass the caches if a vector fills a cache line. The next reader then
 // has to wait, but making room in the caches and reading the old lines would take longer.
@@ -42,33 +42,42 @@ struct Panels {
 
   Panels(int64_t tokens, int64_t lanes, int64_t most)
       : tokens(tokens), lanes(lanes), vectors(ceil_div(tokens, lanes)), count(ceil_div(vectors, most)) {}
-  void cut_evenly(int64_t threads) { count = ceil_div(count, threads) * threads; }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
   int64_t first(int64_t p) const { return first_vector(p) * lanes; }
   int64_t width(int64_t p) const { return (first_vector(p + 1) - first_vector(p)) * lanes; }
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
-// All rows in their order, in tasks of about equal cost: the outputs of neighbouring rows are then written together.
+// All rows in their order, in one task or several: the outputs of neighbouring rows are then written together.
 struct RowsInOrder {
   std::vector<int32_t> row, begin, end;
   std::vector<int64_t> task_start = {0};
+  int64_t largest_share = 0;  // percent of the cost, of a task
 
   RowsInOrder(const int64_t* start, int64_t rows, int64_t block_out, int64_t tasks) {
-    int64_t cost = 0;
+    const auto cost_of = [&](int64_t r) { return std::max<int64_t>(start[r + 1] - start[r], 1); };  // it is written
+    int64_t total = 0, cost = 0, of_task = 0;
+    for (int64_t r = 0; r < rows; ++r) total += cost_of(r) * block_out;
+    const int64_t pieces = rows * ceil_div(block_out, kOutputsAtOnce);
+    row.reserve(pieces), begin.reserve(pieces), end.reserve(pieces);
+    const auto close = [&] {
+      task_start.push_back(int64_t(row.size()));
+      largest_share = std::max(largest_share, 100 * of_task / std::max<int64_t>(total, 1));
+      of_task = 0;
+    };
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t first = 0; first < block_out; first += kOutputsAtOnce) {
-        const int64_t last = std::min(first + kOutputsAtOnce, block_out), done = int64_t(task_start.size());
-        // Tasks share no cache line of outputs.
-        if (done < tasks && cost * tasks >= start[rows] * block_out * done && cost > 0 &&
-            (r * block_out + first) % kOutputsAtOnce == 0)
-          task_start.push_back(int64_t(row.size()));
-        cost += (start[r + 1] - start[r]) * (last - first);
+        const int64_t last = std::min(first + kOutputsAtOnce, block_out), here = cost_of(r) * (last - first);
+        // Cut where the task comes nearest to its share. Tasks share no cache line of outputs.
+        if (int64_t(task_start.size()) < tasks && (2 * cost + here) * tasks >= 2 * total * int64_t(task_start.size()) &&
+            (r * block_out + first) % kOutputsAtOnce == 0 && of_task > 0)
+          close();
+        cost += here, of_task += here;
         row.push_back(int32_t(r));
         begin.push_back(int32_t(first));
         end.push_back(int32_t(last));
       }
-    task_start.push_back(int64_t(row.size()));
+    close();
   }
   RowTasks of(const RowTasks& tasks) const {
     return {tasks.start,  tasks.col,  tasks.position,    row.data(),
@@ -213,7 +222,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const int64_t width_bytes = vector_bytes * kernels.max_vectors;
   int64_t most = kernels.max_vectors;
   if (depth) {
-    most = std::clamp<int64_t>(kTilePanelBytes / vector_bytes, 2, most);
+    most = std::clamp<int64_t>(kL2Bytes / vector_bytes, 2, most);
   } else if (width_bytes > kPanelBytes) {
     most *= 2;  // the weights do not fit the caches: wider panels read them less often
   }
@@ -225,16 +234,28 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
                        panels.width(p), panel_depth, packed);
     run_task(task, tasks.tasks, panels.first(p), panels.real(p), packed, panels.width(p));
   };
-  const int64_t own_vectors = depth || threads > kFewThreads ? kManyOwnVectors : kOwnVectors;
-  const bool shares_rows = threads > 1 && panels.vectors < threads * own_vectors;
-  if (!shares_rows || (threads <= kFewThreads && out_features >= threads * kOutputsAtOnce)) {
-    if (!shares_rows) panels.cut_evenly(threads);
-    const RowsInOrder rows(tasks.start, block_rows, block_out, shares_rows ? threads : 1);
+  const int64_t even = ceil_div(panels.count, threads) * threads;
+  bool is_own = threads == 1;
+  if (threads > kFewThreads) {
+    is_own = depth ? panels.vectors >= kOwnTileVectors * even
+                   : width_bytes <= kL2Bytes && panels.count >= kManyOwnPanels * threads;
+  } else if (threads > 1) {
+    is_own = panels.vectors >= threads * (depth ? kOwnTileVectors : kOwnVectors);
+  }
+  if (is_own && width_bytes <= kPanelBytes) {
+    panels.count = even;
+    const RowsInOrder rows(tasks.start, block_rows, block_out, 1);
     tasks = rows.of(shared);
-    return parallel_tasks(shares_rows ? tasks.tasks : panels.count, [&](int64_t i) {
-      if (!shares_rows) return multiply_panel(i, 0);
-      for (int64_t p = 0; p < panels.count; ++p) multiply_panel(p, i);
-    });
+    return parallel_tasks(panels.count, [&](int64_t p) { multiply_panel(p, 0); });
+  }
+  if (!is_own && threads <= kFewThreads) {
+    const RowsInOrder rows(tasks.start, block_rows, block_out, threads);
+    if (rows.largest_share <= kLargestShare) {
+      tasks = rows.of(shared);
+      return parallel_tasks(tasks.tasks, [&](int64_t task) {
+        for (int64_t p = 0; p < panels.count; ++p) multiply_panel(p, task);
+      });
+    }
   }
   const int64_t at_once = std::clamp<int64_t>(kPanelBytes / width_bytes, 1, std::max<int64_t>(panels.count, 1));
   for (int64_t first = 0; first < panels.count; first += at_once) {
@@ -299,10 +320,12 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
       });
       return packed;
     };
-    const int64_t threads = thread_count(), parts = threads > kFewThreads ? 1 : threads;
-    parallel_tasks(parts, [&](int64_t part) {
+    const int64_t x_bytes = in_blocks * padded_in * steps * unit, threads = thread_count();
+    const bool is_own = threads <= kFewThreads && x_bytes <= kOwnBytes && tasks.tasks >= 2 * threads;
+    const int64_t parts = is_own ? threads : 1;
+    parallel_parts(parts, [&](int64_t part) {
       const int64_t begin = tasks.tasks * part / parts, count = tasks.tasks * (part + 1) / parts - begin;
-      if (count == 0) return;
+      if (tasks.task_start[begin] == tasks.task_start[begin + count]) return;
       const int64_t row = tasks.row[tasks.task_start[begin]];
       const int64_t rows = tasks.row[tasks.task_start[begin + count] - 1] + 1 - row;
       const Matrix its_grad = {advance(grad.data, row * block_out * size), grad.stride, rows * block_out};
@@ -310,8 +333,10 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
           on_tiles ? turn(its_grad) : pack(its_grad, rows, block_out, block_out, Scratch::kGradients);
       const void* packed_x = block_in % chunk == 0 ? pack(x, x.features / chunk, chunk, chunk, Scratch::kPanels)
                                                    : pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
-      const int64_t x_bytes = in_blocks * padded_in * steps * unit;
-      const int64_t panels = std::clamp<int64_t>(ceil_div(x_bytes, kColumnBytes), 1, in_blocks);
+      // Columns in panels that stay in a core's L2 cache while the blocks of all rows read them, with a strip or more
+      // of each row.
+      const int64_t strips = tasks.task_start[tasks.tasks] * block_out / std::max<int64_t>(grad.features, 1) / strip;
+      const int64_t panels = std::clamp<int64_t>(ceil_div(x_bytes, kL2Bytes), 1, std::max<int64_t>(strips, 1));
       parallel_tasks(panels * count, [&](int64_t i) {
         const int64_t task = begin + i % count, end = tasks.task_start[task + 1];
         const auto first_col = [&](int64_t panel) { return int32_t(in_blocks * panel / panels); };

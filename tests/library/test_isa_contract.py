@@ -17,6 +17,7 @@ import blocksparse as bs
 from blocksparse.ops import dropout, lstm_gates, momentum
 from blocksparse.ops.checks import SUM_DTYPES
 from linear_backends import CPU, assert_same_bits, cases, dgrad, forward, name_of, running, wgrad
+from processes import run_script
 
 ISAS = [backend.removeprefix("cpu-") for backend in CPU]
 on_every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -318,3 +319,26 @@ def test_emulated_instructions_give_the_bits_of_the_real_ones(isa, emulated, pro
             with running(f"cpu-{name}"):
                 found.append(PRODUCTS[product](x, grad, values, bias, layout))
         assert all(torch.equal(real, like) for real, like in zip(*found, strict=True))
+
+
+FIRST_PRODUCT = """
+import torch
+import blocksparse as bs
+from blocksparse.ops.linear.op import LINEAR, LINEAR_WGRAD
+
+torch.set_num_threads(3)
+layout = bs.patterns.random((128, 128), block_size=16, density=0.5, seed=0)
+x, values = torch.ones(100, 128, dtype=torch.bfloat16), torch.ones(layout.values_shape, dtype=torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize(
+    "product",
+    ["LINEAR_WGRAD.compute((x, x), layout, ())", "LINEAR.compute((x, values, None), layout, (False, None))"],
+    ids=["wgrad", "linear"],
+)
+def test_threads_that_a_product_starts_do_not_inherit_its_mode(product, tmp_path):
+    script = tmp_path / "script.py"
+    flushes = "print((torch.full((1 << 17,), 1e-40) * 1 == 0).any().item())"
+    script.write_text(f"{FIRST_PRODUCT}{product}\n{flushes}\n")
+    assert run_script(1, script, folder=tmp_path).split() == ["False"]
