@@ -140,7 +140,7 @@ def test_block_sparse_is_dense_with_zeros(cell, hidden, layers, bidirectional):
     expected = results(dense.double(), x.double(), tuple(state.double() for state in hx))
     # Layer norm and 14 steps enlarge what is rounded: PyTorch's float32 of the same net says how much.
     for a, rounded, b in zip(*(each[0] + each[1][:3] for each in (got, plain, expected)), strict=True):
-        close(a, b, max(2e-6, 3 * float((rounded.double() - b).norm() / b.norm())))
+        close(a, b, max(2e-6, 2 * float((rounded.double() - b).norm() / b.norm())))
 
 
 @pytest.mark.parametrize("options", [{"bias": False}, {"proj_size": 10}], ids=["no bias", "odd projection"])
