@@ -169,7 +169,7 @@ BorrowThreads::~BorrowThreads() { borrowed = before_; }
 int64_t thread_count() {
   if (in_task) return 1;
   if (borrowed) return borrowed->threads;
-  if (!torch_get_num_threads) throw std::logic_error("share_threads comes before the first loop");
+  if (!torch_get_num_threads) return 1;
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   return threads;

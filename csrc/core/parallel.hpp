@@ -8,7 +8,8 @@
 
 namespace blocksparse {
 
-// Use torch_parallel_for and torch_get_num_threads at these addresses in the libtorch_cpu of this process.
+// Use torch_parallel_for and torch_get_num_threads at these addresses in the libtorch_cpu of this process. Until then
+// loops run on the thread that calls them.
 void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads);
 
 // During its lifetime the parallel loops of the calling thread run on `threads` threads: the calling one, and others

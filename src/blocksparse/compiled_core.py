@@ -12,7 +12,7 @@ from .errors import BlockSparseError
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
 # The newest names that Python calls: a core without one of them was built from older sources.
-NEWEST = "plan_blocks", "xla_linear", "expert_linear"
+NEWEST = "plan_blocks", "xla_linear", "expert_linear", "replace_blocks"
 
 # The names that `use_isa` chose, the last one in use; keyed by objects, so that uses may end in any order.
 _forced: dict[object, str] = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import compiled_core
 from .checked import checked_indices, checked_pairs
 from .errors import BlockSparseError
 from .optional_torch import has_torch, torch
@@ -67,62 +69,90 @@ def rows_from_starts(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarr
     return np.repeat(np.arange(out_blocks), counts)
 
 
-def other_positions(positions: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions below `count` except some; assigning to them is faster than to a bool mask."""
-    is_other = np.ones(count, dtype=bool)
-    is_other[positions] = False
-    return np.flatnonzero(is_other)
+class Replacement(NamedTuple):
+    """A change of a layout: the blocks that it loses and those that it gets."""
 
-
-class Replacement:
-    """A change of a layout: the blocks that stay and those that are added. It can be applied once.
-
-    Args:
-        positions: positions of the blocks that stay, rising.
-        keys: their block numbers, row * in_blocks + column.
-        added: numbers of the added blocks, rising.
-        places: positions of the added blocks in the new layout; searched for by default.
-    """
-
-    def __init__(
-        self, positions: np.ndarray, keys: np.ndarray, added: np.ndarray, places: np.ndarray | None = None
-    ) -> None:
-        if places is None:
-            places = np.searchsorted(keys, added)
-            places += np.arange(added.size)
-        self.positions, self.keys, self.added, self.places = positions, keys, added, places
-
-    def merge(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all block numbers, and the new positions of blocks that stay; drop `keys` and `added`.
-
-        For a large layout, each of them needs as much memory as the values.
-        """
-        merged = np.empty(self.keys.size + self.added.size, dtype=np.int64)
-        places_of_old = other_positions(self.places, merged.size)
-        merged[self.places], merged[places_of_old] = self.added, self.keys
-        del self.keys, self.added
-        return merged, places_of_old
+    drop: np.ndarray
+    """Whether each block goes, bool `[nnz]`."""
+    added: np.ndarray
+    """The numbers of the added blocks, row * in_blocks + column, int64, rising."""
 
 
 def checked_replacement(keys: np.ndarray, drop: Any, rows: Any, cols: Any, grid: tuple[int, int]) -> Replacement:
     """Return a change of the layout with these block numbers, after the checks of `BlockLayout.replaced`."""
-    drop = checked_indices("drop", drop, keys.size)
+    positions = checked_indices("drop", drop, keys.size)
     rows, cols = checked_pairs(rows, cols, grid)
-    positions = other_positions(drop, keys.size)
-    if positions.size != keys.size - drop.size:
+    is_dropped = np.zeros(keys.size, dtype=bool)
+    is_dropped[positions] = True
+    if np.count_nonzero(is_dropped) != positions.size:
         raise BlockSparseError.expected("drop", "each position once", "a position more than once")
     added = rows * grid[1] + cols
     if (added[1:] < added[:-1]).any():
         added.sort()
     check_unique(added, grid)
-    keys = keys[positions]
-    places = np.searchsorted(keys, added)
-    present = keys[np.minimum(places, keys.size - 1)] == added if keys.size else np.zeros(0, dtype=bool)
-    if present.any():
-        got = f"block {divmod(int(added[np.argmax(present)]), grid[1])}"
-        raise BlockSparseError.expected("rows and cols", "blocks that the layout does not have", got)
-    places += np.arange(places.size)
-    return Replacement(positions, keys, added, places)
+    if keys.size:
+        places = np.minimum(np.searchsorted(keys, added), keys.size - 1)
+        present = (keys[places] == added) & ~is_dropped[places]
+        if present.any():
+            got = f"block {divmod(int(added[np.argmax(present)]), grid[1])}"
+            raise BlockSparseError.expected("rows and cols", "blocks that the layout does not have", got)
+    return Replacement(is_dropped, added)
+
+
+def kept_keys(layout: Any, drop: np.ndarray) -> np.ndarray:
+    """Return the numbers of the blocks that are not dropped, int64, rising; `drop` is a mask `[nnz]`."""
+    nnz = layout.nnz - np.count_nonzero(drop)
+    if (core := _core_for(layout, nnz)) is None:
+        return layout.keys_of_blocks()[~drop]
+    keys = np.empty(nnz, np.int64)
+    core.kept_places(start=layout.row_start, col=layout.col_of_block, columns=layout.grid[1], drop=drop, places=keys)
+    return keys
+
+
+def replaced_indices(layout: Any, change: Replacement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the indices of a layout after a change, as `compress` does, and the source of each block.
+
+    The source is the old position of a block, or -1 if it was added, int64 `[nnz]`.
+    """
+    drop, added = change
+    nnz, (rows, columns) = layout.nnz + added.size - np.count_nonzero(drop), layout.grid
+    if (core := _core_for(layout, nnz)) is None:
+        keys = kept_keys(layout, drop)
+        places = np.searchsorted(keys, added)
+        lines, col = compress(np.insert(keys, places, added), layout.grid)
+        return lines, col, np.insert(np.flatnonzero(~drop), places, -1)
+    lines, col, source = np.empty(rows + 1, np.int32), np.empty(nnz, np.int32), np.empty(nnz, np.int64)
+    core.replace_blocks(
+        start=layout.row_start, col=layout.col_of_block, columns=columns, drop=drop, added=added, to_start=lines,
+        to_col=col, source=source,
+    )  # fmt: skip
+    return lines, col, source
+
+
+def _core_for(layout: Any, nnz: int) -> ModuleType | None:
+    """Return the compiled core if it serves a layout and the same one with `nnz` blocks, else None."""
+    core = compiled_core.load()[0]
+    counts = layout.nnz, nnz
+    is_hyper = any(is_hypersparse(count, layout.grid) for count in counts)
+    return None if is_hyper or index_dtype(max(counts), layout.grid[1]) != np.int32 else core
+
+
+def free_places(taken: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Return the places that have these ranks among those that are not taken.
+
+    Args:
+        taken: numbers of places, int64, rising.
+        ranks: int64, rising.
+
+    >>> free_places(np.array([1, 2, 5]), np.array([0, 1, 3]))
+    array([0, 3, 6])
+    """
+    if (core := compiled_core.load()[0]) is None:
+        # taken[i] - i free places come before taken[i].
+        return ranks + np.searchsorted(taken - np.arange(taken.size), ranks, side="right")
+    places = np.empty_like(ranks)
+    core.free_places(taken=taken, ranks=ranks, places=places)
+    return places
 
 
 def check_unique(keys: np.ndarray, grid: tuple[int, int]) -> None:

@@ -30,6 +30,7 @@ from .indices import (
     index_dtype,
     is_hypersparse,
     part_of_layout,
+    replaced_indices,
 )
 from .optional_torch import has_torch, tensor_or_array, torch
 
@@ -362,10 +363,10 @@ class BlockLayout:
 
     def _replaced(self, change: Replacement) -> tuple[BlockLayout, torch.Tensor]:
         """Return the layout after a change and the source of its blocks, as `replaced` does, without checks."""
-        keys, places_of_old = change.merge()
-        new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
-        keys[change.places], keys[places_of_old] = -1, change.positions
-        return new, tensor_or_array(keys)
+        lines, col, source = replaced_indices(self, change)
+        layout = BlockLayout.__new__(BlockLayout)
+        layout._fill(lines, col, self.grid, self.block_shape)
+        return layout, tensor_or_array(source)
 
     def keys_of_blocks(self) -> np.ndarray:
         """Return row * in_blocks + column of each stored block, int64 `[nnz]`, ascending, a new array."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import blocksparse as bs
-from blocksparse import BlockLayout, BlockSparseError
+from blocksparse import BlockLayout, BlockSparseError, compiled_core
+from blocksparse.indices import free_places
 from strategies import layouts
 
 
@@ -120,8 +123,14 @@ def test_index_tensors_can_be_saved():
     assert torch.equal(copy.deepcopy(col), col)
 
 
+def core(is_there):
+    """Hide the compiled core from the functions on indices, unless it is to be there."""
+    return nullcontext() if is_there else mock.patch.object(compiled_core, "load", return_value=(None, "hidden"))
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["core", "numpy"])
 @given(layout=layouts(max_grid=8), data=st.data())
-def test_replaced_merges_what_stays_with_what_comes(layout, data):
+def test_replaced_merges_what_stays_with_what_comes(layout, data, is_there):
     mask = layout.mask().numpy()
     drop = data.draw(st.lists(st.integers(0, max(layout.nnz - 1, 0)), unique=True, max_size=layout.nnz))
     gone = mask.copy()
@@ -129,7 +138,8 @@ def test_replaced_merges_what_stays_with_what_comes(layout, data):
     free = np.argwhere(~gone)
     chosen = data.draw(st.lists(st.integers(0, max(len(free) - 1, 0)), unique=True, max_size=len(free)))
     rows, cols = free[chosen].T
-    new, source = layout.replaced(torch.tensor(drop, dtype=torch.int64), rows, torch.from_numpy(cols))
+    with core(is_there):
+        new, source = layout.replaced(torch.tensor(drop, dtype=torch.int64), rows, torch.from_numpy(cols))
     expected = gone.copy()
     expected[rows, cols] = True
     assert new == BlockLayout(expected, layout.block_shape)
@@ -138,6 +148,33 @@ def test_replaced_merges_what_stays_with_what_comes(layout, data):
     positions = np.full(layout.grid, -1)
     positions[gone] = np.flatnonzero(~np.isin(np.arange(layout.nnz), drop))
     assert np.array_equal(source, positions[expected])
+
+
+@pytest.mark.parametrize("grid", [(1500, 2000), (2, 1_500_000), (50_000, 60), (4000, 2**31 + 2)], ids=str)
+def test_replaced_changes_many_blocks(grid):
+    rng = np.random.default_rng(0)
+    places = np.unique(rng.integers(grid[0] * grid[1], size=1_200_000))
+    taken, added = np.sort(rng.permutation(places)[:800_000]), rng.permutation(places[::7])
+    layout = BlockLayout.from_indices(*np.divmod(taken, grid[1]), grid, block_size=1)
+    drop = np.flatnonzero((rng.random(taken.size) < 0.3) | np.isin(taken, added))
+    rows, cols = np.divmod(added, grid[1])
+    new, source = layout.replaced(drop, rows, cols)
+    kept = np.setdiff1d(np.arange(taken.size), drop)
+    keys = np.concatenate([taken[kept], added])
+    order = keys.argsort()
+    assert np.array_equal(new.keys_of_blocks(), keys[order])
+    assert np.array_equal(source, np.concatenate([kept, np.full(added.size, -1)])[order])
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["core", "numpy"])
+def test_free_places(is_there):
+    rng = np.random.default_rng(0)
+    for total, taken in [(1, 0), (5, 5), (10, 3), (300_000, 100_000)]:
+        taken = np.sort(rng.permutation(total)[:taken])
+        free = np.delete(np.arange(total), taken)
+        ranks = np.flatnonzero(rng.random(free.size) < 0.8)
+        with core(is_there):
+            assert np.array_equal(free_places(taken, ranks), free[ranks])
 
 
 @pytest.mark.parametrize(

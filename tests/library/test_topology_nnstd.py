@@ -127,7 +127,7 @@ def test_extremes():
 
 def rewired(layout, part, rng):
     drop = rng.choice(layout.nnz, round(part * layout.nnz), replace=False)
-    keys, _ = draw_unused(layout.keys_of_blocks(), layout.grid, drop.size, rng)
+    keys = draw_unused(layout.keys_of_blocks(), layout.grid, drop.size, rng)
     return layout.replaced(drop, *np.divmod(keys, layout.grid[1]))[0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checked import integer, number
 from ...errors import BlockSparseError
-from ...indices import Replacement
+from ...indices import Replacement, kept_keys
 from ...layout import BlockLayout
 from ...ops.checks import without_autocast
 from ...ops.linear import linear, linear_transposed
@@ -131,7 +131,7 @@ def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
     """
     layout = weight.layout
     check_places(layout)
-    keys = layout.keys_of_blocks()[~drop]
+    keys = kept_keys(layout, drop)
     scores = path_scores(BlockLayout._from_keys(keys, layout.grid, (1, 1))).numpy()
     # These bounds are apart by more than random numbers can bridge.
     np.maximum(scores, 1e-20, out=scores)
@@ -152,10 +152,8 @@ def check_places(layout: BlockLayout) -> None:
 def without_returning(layout: BlockLayout, change: Replacement) -> Replacement:
     """Return the change without blocks that would be dropped and grown again: they stay."""
     keys = layout.keys_of_blocks()
-    stays = np.isin(keys, change.added)
-    stays[change.positions] = True
-    positions = np.flatnonzero(stays)
-    return Replacement(positions, keys[positions], np.setdiff1d(change.added, keys, assume_unique=True))
+    drop = change.drop & ~np.isin(keys, change.added)
+    return Replacement(drop, np.setdiff1d(change.added, keys, assume_unique=True))
 
 
 def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ...indices import Replacement
+from ...indices import Replacement, free_places, kept_keys
 from ...nn.module import BlockSparseModule
 from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
@@ -115,22 +115,19 @@ def draw_places(
             each free place is equally likely.
     """
     layout, lines = weight.layout, lines_of(weight)
-    stays = np.flatnonzero(~drop)
-    taken = layout.keys_of_blocks()[stays]
+    taken, count = kept_keys(layout, drop), int(np.count_nonzero(drop))
     if constant_fan_in:
         rows = layout.row_of_block[drop]
         if scores is None:
-            return Replacement(stays, taken, _draw_in_rows(taken, rows, layout.grid, lines[1], generator))
-        return Replacement(stays, taken, _draw_in_rows_by_score(scores, rows, generator))
-    places = None
+            return Replacement(drop, _draw_in_rows(taken, rows, layout.grid, lines[1], generator))
+        return Replacement(drop, _draw_in_rows_by_score(scores, rows, generator))
     if scores is None:
-        drawn, places = draw_unused(taken, layout.grid, drop.size - stays.size, generator, lines)
+        drawn = draw_unused(taken, layout.grid, count, generator, lines)
     else:
-        drawn = draw_by_score(scores.reshape(-1), drop.size - stays.size, generator)
+        drawn = draw_by_score(scores.reshape(-1), count, generator)
     if keep_lines:
-        moved = move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
-        drawn, places = moved, places if moved is drawn else None
-    return Replacement(stays, taken, drawn, places)
+        drawn = move_to_empty_lines(taken, drawn, layout.grid[1], coverable(lines, layout.nnz), generator)
+    return Replacement(drop, drawn)
 
 
 def _draw_in_rows(
@@ -154,9 +151,7 @@ def _draw_in_rows(
     # Free places have numbers; those of a row begin after the free places of the rows before.
     starts = np.arange(grid[0] + 1) * grid[1]
     starts -= np.searchsorted(taken, starts)
-    drawn = _draw_distinct_in_ranges(generator, starts, counts)
-    drawn += _count_up_to(taken - np.arange(taken.size), drawn)
-    return drawn
+    return free_places(taken, _draw_distinct_in_ranges(generator, starts, counts))
 
 
 def _draw_in_rows_by_score(scores: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -201,8 +196,8 @@ def draw_unused(
     count: int,
     generator: np.random.Generator,
     lines: Lines | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Draw `count` different free places of a grid, each choice equally likely.
+) -> np.ndarray:
+    """Draw `count` different free places of a grid, each choice equally likely; return them rising.
 
     Args:
         taken: row * columns + column of the places that are taken, rising.
@@ -210,9 +205,6 @@ def draw_unused(
         count: number of places to draw.
         generator: source of the random numbers.
         lines: rows and columns to draw from, while they have enough free places; None (default) for all.
-
-    Returns:
-        The free places, rising, and their positions among these and the taken ones, or None if these are not known.
     """
     if lines is not None and (lines[0].size, lines[1].size) != grid:
         rows, cols = np.divmod(taken, grid[1])
@@ -220,21 +212,9 @@ def draw_unused(
         small_grid = (lines[0].size, lines[1].size)
         inner = np.searchsorted(lines[0], rows[inside]) * small_grid[1] + np.searchsorted(lines[1], cols[inside])
         if small_grid[0] * small_grid[1] - inner.size >= count:
-            rows, cols = np.divmod(draw_unused(inner, small_grid, count, generator)[0], small_grid[1])
-            return lines[0][rows] * grid[1] + lines[1][cols], None
-    # The k-th free place is k plus the number of taken places before it.
-    drawn = _draw_distinct(generator, grid[0] * grid[1] - taken.size, count)
-    free_before = np.arange(taken.size)
-    np.subtract(taken, free_before, out=free_before)
-    places = _count_up_to(free_before, drawn)
-    drawn += places
-    places += np.arange(count)
-    return drawn, places
-
-
-def _count_up_to(numbers: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return how many of the rising numbers are at most each bound, on PyTorch's threads."""
-    return torch.searchsorted(torch.from_numpy(numbers), torch.from_numpy(bounds), right=True).numpy()
+            rows, cols = np.divmod(draw_unused(inner, small_grid, count, generator), small_grid[1])
+            return lines[0][rows] * grid[1] + lines[1][cols]
+    return free_places(taken, _draw_distinct(generator, grid[0] * grid[1] - taken.size, count))
 
 
 def move_to_empty_lines(

@@ -115,12 +115,11 @@ class SET(DynamicSparsity):
 
     def _replace(self, weight: WeightHandle, change: Replacement, generator: np.random.Generator) -> None:
         """Replace blocks of one weight, and draw the values of the new ones."""
-        values_at, added, columns = None, change.added, weight.layout.grid[1]
+        values_at = None
         if self.init != "zeros":
             source = torch.Generator().manual_seed(int(generator.integers(2**63)))
-            places = partial(np.divmod, added, columns)
-            values_at = partial(initial_values, weight, added.size, self.init, source, places)
-        del added
+            places = partial(np.divmod, change.added, weight.layout.grid[1])
+            values_at = partial(initial_values, weight, change.added.size, self.init, source, places)
         replace_blocks(weight, change, self.optimizer, new=values_at, on_layout_change=self.on_layout_change)
 
 
@@ -133,12 +132,15 @@ def nearest_zero(weight: WeightHandle, zeta: float, norm: str, tie_break: TieBre
         return mark_smallest(stored_norms(weight, norm), round(zeta * nnz), tie_break)
     weights = weight.gather(values.to(accumulator(values.dtype)).reshape(-1)).cpu().numpy()
 
-    def smallest(side: np.ndarray) -> np.ndarray:
-        """Return the positions of the smallest weights among these positions."""
-        marks = mark_smallest(np.abs(weights[side]), round(zeta * side.size), lambda equal: tie_break(side[equal]))
-        return side[np.flatnonzero(marks)]
+    def smallest_above_zero(side: np.ndarray) -> np.ndarray:
+        """Return a mask of the smallest weights above zero, which follow all others in rising order."""
+        above = side > 0
+        others, count = (int(np.count_nonzero(each)) for each in (side <= 0, above))
+        marks = mark_smallest(side, others + round(zeta * count), tie_break)
+        marks &= above
+        return marks
 
     drop = weights == 0
-    drop[smallest(np.flatnonzero(weights > 0))] = True
-    drop[smallest(np.flatnonzero(weights < 0))] = True
+    drop |= smallest_above_zero(weights)
+    drop |= smallest_above_zero(-weights)
     return drop
