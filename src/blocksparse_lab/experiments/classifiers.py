@@ -271,10 +271,13 @@ def _methods(
         "shallow": _shallow(data, replace(recipe, **SHALLOW.get(data, {}))),
         "set": recipe,
         "set, he": replace(recipe, regrow="he"),
+        "smet": replace(recipe, method="smet"),
+        "chts": replace(recipe, method="chts"),
+        "prune and regrow": replace(recipe, method="gradual"),
     }
     tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
     tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
-    grown = {"prune and regrow": replace(recipe, method="gradual")} if data == "cifar10" else {}
+    grown = ["prune and regrow"] if data == "cifar10" else []
     together = {"set, one layout": replace(recipe, layout_seed=LAYOUT_SEED)} if data in ONE_LAYOUT else {}
     # Prunes three times the least important fifth of a layer's remaining neurons.
     importance: dict[str, Any] = {"importance_from": 2 * epochs // 5, "importance_every": epochs // 5}
@@ -301,9 +304,7 @@ def _methods(
             "set, importance": replace(recipe, **importance),
             "set, elastic": replace(recipe, elastic=True),
             "rigl": replace(recipe, method="rigl"),
-            "smet": replace(recipe, method="smet"),
-            "chts": replace(recipe, method="chts"),
-            **grown,
+            **{name: own[name] for name in ("smet", "chts", *grown)},
             "2:4": replace(short, method="2:4"),
             **longer,
             **tuned,
@@ -383,7 +384,8 @@ SIZES = {
     "madelon": (500, 2),
     "higgs": (28, 2),
 }
-RATES = dict.fromkeys(("madelon", "higgs"), (0.003, 0.01, 0.03, 0.1))  # 0.03 was the best rate of some nets
+# 0.03 was the best rate of some nets.
+RATES = dict.fromkeys(("madelon", "higgs", "cifar10"), (0.003, 0.01, 0.03, 0.1))
 STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
@@ -398,7 +400,7 @@ SHALLOW: dict[str, dict[str, Any]] = {  # the same for one hidden layer
     "fashion_mnist": {"dropout": 0.0},
     "cifar10": {"learning_rate": 0.003},
 }
-# Best settings with an L1 penalty, which makes SET worse, and SET's best rates.
+# Best settings with an L1 penalty, which makes SET worse, and SET's best rates, for other methods too.
 L1: dict[str, dict[str, dict[str, Any]]] = {
     "madelon": {
         "narrow": {"dropout": 0.0, "l1": 0.03, "learning_rate": 0.01},
@@ -407,6 +409,7 @@ L1: dict[str, dict[str, dict[str, Any]]] = {
 }
 TUNED = {
     "fashion_mnist": {"set": 0.03},
+    "cifar10": {"set": 0.03, "chts": 0.03, "prune and regrow": 0.03},
     "madelon": {"set": 0.003, "set, he": 0.03},
     "higgs": {"set": 0.03, "set, he": 0.1},
 }
