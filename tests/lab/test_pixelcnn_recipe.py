@@ -156,8 +156,8 @@ def test_the_experiment(tmp_path, monkeypatch):
     experiment = experiments.find("cifar10-pixels-small")
     data = draw(n=12)
     small = {name: replace(of, filters=4, mixtures=1, depth=1) for name, of in experiment.contenders.items()}
-    how = replace(experiment.settings, steps=2, eval_every=1)
-    experiment = replace(experiment, contenders=small, settings=how, batch=4, evaluated=4)
+    how = replace(experiment.settings, steps=2, eval_every=1, batch=4, evaluated=4)
+    experiment = replace(experiment, contenders=small, settings=how)
     monkeypatch.setattr(type(experiment), "load", lambda self, data_dir: data)
     for trainer in experiment.trainers(tmp_path / "runs", seeds=[0]):
         trainer.train()
