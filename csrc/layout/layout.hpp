@@ -1,4 +1,5 @@
-// The index arrays of a layout that loses some of its blocks and gets others. Places are row * columns + column.
+// The index arrays of a layout that loses some of its blocks and gets others. The key of a block is row * columns +
+// column; keys rise.
 #pragma once
 
 #include <stdint.h>
@@ -18,13 +19,13 @@ struct NewIndices {
   int64_t blocks;
 };
 
-// Write the places of the blocks where `drop` is false.
-void kept_places(const Indices& layout, const bool* drop, int64_t* places, int64_t count);
+// Write the keys of the blocks where `drop` is false.
+void kept_keys(const Indices& layout, const bool* drop, int64_t* keys, int64_t count);
 
-// Write the places with the given ranks among those that are not taken. Taken places, ranks and results rise.
-void free_places(const int64_t* taken, int64_t taken_count, const int64_t* ranks, int64_t count, int64_t* places);
+// Write the keys with the given ranks among those that are not taken. Ranks rise too.
+void free_keys(const int64_t* taken, int64_t taken_count, const int64_t* ranks, int64_t count, int64_t* keys);
 
-// Write the layout without the blocks where `drop` is true, and with blocks at the `added` places, which rise.
+// Write the layout without the blocks where `drop` is true, and with blocks of the `added` keys.
 void replace_blocks(const Indices& layout, const bool* drop, const int64_t* added, int64_t added_count,
                     const NewIndices& to);
 

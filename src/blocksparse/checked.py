@@ -135,7 +135,8 @@ def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
     """Return a vector of int64 from 0 to below the bound; it can be the caller's own array, so do not write to it."""
     array = checked_ints(name, index)
     if array.size and (array.min() < 0 or array.max() >= bound):
-        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
+        expected = f"indices from 0 to {bound - 1}" if bound else "no indices, as there is nothing to index"
+        raise BlockSparseError.expected(name, expected, f"{array.min()} to {array.max()}")
     return array.astype(np.int64, copy=False)
 
 

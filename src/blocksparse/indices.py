@@ -23,7 +23,7 @@ def index_dtype(nnz: int, cols: int) -> type[np.signedinteger]:
 
 
 def compress(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the row starts and the column of each block from ascending block numbers, with little extra memory.
+    """Compute the row starts and the column of each block from its key, with little extra memory.
 
     For a hypersparse grid the first array is the row of each block instead.
     """
@@ -75,11 +75,16 @@ class Replacement(NamedTuple):
     drop: np.ndarray
     """Whether each block goes, bool `[nnz]`."""
     added: np.ndarray
-    """The numbers of the added blocks, row * in_blocks + column, int64, rising."""
+    """The keys of the added blocks, row * in_blocks + column, int64, rising."""
+
+    def without_returning(self, keys: np.ndarray) -> Replacement:
+        """Return the change without blocks that would go and come back: they stay. `keys` are those of the layout."""
+        drop = self.drop & ~np.isin(keys, self.added)
+        return Replacement(drop, np.setdiff1d(self.added, keys, assume_unique=True))
 
 
 def checked_replacement(keys: np.ndarray, drop: Any, rows: Any, cols: Any, grid: tuple[int, int]) -> Replacement:
-    """Return a change of the layout with these block numbers, after the checks of `BlockLayout.replaced`."""
+    """Return a change of the layout with these keys, after the checks of `BlockLayout.replaced`."""
     positions = checked_indices("drop", drop, keys.size)
     rows, cols = checked_pairs(rows, cols, grid)
     is_dropped = np.zeros(keys.size, dtype=bool)
@@ -100,12 +105,12 @@ def checked_replacement(keys: np.ndarray, drop: Any, rows: Any, cols: Any, grid:
 
 
 def kept_keys(layout: Any, drop: np.ndarray) -> np.ndarray:
-    """Return the numbers of the blocks that are not dropped, int64, rising; `drop` is a mask `[nnz]`."""
+    """Return the keys of the blocks that are not dropped, int64, rising; `drop` is a mask `[nnz]`."""
     nnz = layout.nnz - np.count_nonzero(drop)
     if (core := _core_for(layout, nnz)) is None:
         return layout.keys_of_blocks()[~drop]
     keys = np.empty(nnz, np.int64)
-    core.kept_places(start=layout.row_start, col=layout.col_of_block, columns=layout.grid[1], drop=drop, places=keys)
+    core.kept_keys(start=layout.row_start, col=layout.col_of_block, columns=layout.grid[1], drop=drop, keys=keys)
     return keys
 
 
@@ -137,26 +142,22 @@ def _core_for(layout: Any, nnz: int) -> ModuleType | None:
     return None if is_hyper or index_dtype(max(counts), layout.grid[1]) != np.int32 else core
 
 
-def free_places(taken: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Return the places that have these ranks among those that are not taken.
+def free_keys(taken: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Return the keys that have these ranks among those that are not taken. All rise, int64.
 
-    Args:
-        taken: numbers of places, int64, rising.
-        ranks: int64, rising.
-
-    >>> free_places(np.array([1, 2, 5]), np.array([0, 1, 3]))
+    >>> free_keys(np.array([1, 2, 5]), np.array([0, 1, 3]))
     array([0, 3, 6])
     """
     if (core := compiled_core.load()[0]) is None:
-        # taken[i] - i free places come before taken[i].
+        # taken[i] - i free keys come before taken[i].
         return ranks + np.searchsorted(taken - np.arange(taken.size), ranks, side="right")
-    places = np.empty_like(ranks)
-    core.free_places(taken=taken, ranks=ranks, places=places)
-    return places
+    keys = np.empty_like(ranks)
+    core.free_keys(taken=taken, ranks=ranks, keys=keys)
+    return keys
 
 
 def check_unique(keys: np.ndarray, grid: tuple[int, int]) -> None:
-    """Raise a BlockSparseError if a block number occurs twice in the sorted `keys`."""
+    """Raise a BlockSparseError if a key occurs twice in the sorted `keys`."""
     same = keys[1:] == keys[:-1]
     if same.any():
         block = divmod(int(keys[np.argmax(same)]), grid[1])

@@ -527,3 +527,27 @@ def test_no_rows_have_any_strides(entry):
     no_rows = {name: torch.zeros(()).expand(0, *shape[1:]) for name, shape in shapes.items() if name in ("x", "grad")}
     no_rows |= {"out": torch.zeros(shapes["out"])[:0]} if "out" in shapes else {}
     assert not call(**{name: no_rows.get(name, torch.zeros(shape)) for name, shape in shapes.items()}).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"start": [0, 2**30, 3]}, "starts that rise from 0"),
+        ({"start": [0, 2, 1, 3]}, "starts that rise from 0"),
+        ({"start": [1, 2, 3]}, "starts that rise from 0"),
+        ({"start": []}, "starts that rise from 0"),
+        ({"drop": [True]}, "a bool for each block"),
+        ({"added": [4, 2]}, "added keys of the grid that rise"),
+        ({"added": [6]}, "added keys of the grid that rise"),
+        ({"added": [-1]}, "added keys of the grid that rise"),
+        ({"added": [1, 5]}, "room for all blocks, and no more"),
+        ({"source": [0, 0]}, "new arrays of one length"),
+    ],
+)
+def test_changes_of_a_layout_that_do_not_fit_are_refused(change, said):
+    dtypes = {"drop": np.bool_, "added": np.int64, "source": np.int64}
+    arrays = {"start": [0, 2, 3], "col": [0, 2, 1], "drop": [False, True, False], "added": [5], "to_start": [0] * 3}
+    arrays |= {"to_col": [0] * 3, "source": [0] * 3} | change
+    made = {name: np.array(array, dtypes.get(name, np.int32)) for name, array in arrays.items()}
+    with pytest.raises(bs.BlockSparseError, match=said):
+        cpu_core.core().replace_blocks(columns=3, **made)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError, compiled_core
-from blocksparse.indices import free_places
+from blocksparse.indices import free_keys
 from strategies import layouts
 
 
@@ -167,14 +167,14 @@ def test_replaced_changes_many_blocks(grid):
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["core", "numpy"])
-def test_free_places(is_there):
+def test_free_keys(is_there):
     rng = np.random.default_rng(0)
     for total, taken in [(1, 0), (5, 5), (10, 3), (300_000, 100_000)]:
         taken = np.sort(rng.permutation(total)[:taken])
         free = np.delete(np.arange(total), taken)
         ranks = np.flatnonzero(rng.random(free.size) < 0.8)
         with core(is_there):
-            assert np.array_equal(free_places(taken, ranks), free[ranks])
+            assert np.array_equal(free_keys(taken, ranks), free[ranks])
 
 
 @pytest.mark.parametrize(

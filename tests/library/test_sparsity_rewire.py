@@ -243,6 +243,14 @@ def test_mark_smallest(count):
     assert (chosen == mark_smallest(magnitudes, count)).all()
 
 
+@pytest.mark.parametrize("count", [1, 4, 6, 8])
+def test_mark_smallest_takes_nan_for_the_largest(count):
+    scores = np.array([3, np.nan, 1, np.inf, 2, np.nan, np.nan, 0])
+    chosen = np.flatnonzero(mark_smallest(scores, count))
+    assert len(chosen) == count
+    assert np.isnan(scores[chosen]).sum() == max(0, count - 5)
+
+
 def test_unused_places_are_uniform():
     rng = np.random.default_rng(0)
     taken = np.array([1, 4, 5, 11])

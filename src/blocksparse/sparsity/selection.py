@@ -116,12 +116,19 @@ def hash_positions(positions: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def mark_smallest(scores: np.ndarray, count: int, tie_break: TieBreak = hash_positions) -> np.ndarray:
-    """Return a mask `[n]` of the `count` smallest scores, without a sort; `tie_break` decides among equal ones."""
+    """Return a mask `[n]` of the `count` smallest scores, without a sort; `tie_break` decides among equal ones.
+
+    NaN counts as the largest score.
+    """
     if count <= 0:
         return np.zeros(scores.size, dtype=bool)
     bound = np.partition(scores, count - 1)[count - 1]
-    marks = scores < bound
-    equal, missing = np.flatnonzero(scores == bound), count - np.count_nonzero(marks)
+    if np.isnan(bound):
+        marks = ~np.isnan(scores)
+        equal = np.flatnonzero(~marks)
+    else:
+        marks, equal = scores < bound, np.flatnonzero(scores == bound)
+    missing = count - np.count_nonzero(marks)
     if missing < equal.size:
         equal = equal[tie_break(equal).argsort()[:missing]]
     marks[equal] = True

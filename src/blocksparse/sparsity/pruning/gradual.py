@@ -25,7 +25,7 @@ from ..selection import (
     normalize_by_size,
     stored_norms,
 )
-from ..sparse_training.chts import check_places, topological_scores, without_returning
+from ..sparse_training.chts import check_places, topological_scores
 from ..sparse_training.dense_gradient import mark_largest_of_rows
 from ..sparse_training.dynamic_sparsity import Modules, cosine_decay
 from ..sparse_training.gradient_growth import GradientGrowth
@@ -221,9 +221,10 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             layout = weight.layout
             count, fewest = blocks_per_row(density, layout), int(np.diff(layout.row_start).min())
             if fewest < count:
-                expected = f"{count} blocks or more in each row of {name or 'the layer'} (constant_fan_in=True)"
+                of = f"layer {name!r}" if name else "the layer"
+                expected = f"at least {count} block{'s' * (count > 1)} per row of {of} (constant_fan_in=True)"
                 remedy = f"start with all blocks, or from bs.patterns.constant_fan_in({layout.shape}, ...)"
-                raise BlockSparseError.expected("modules", expected, f"a row of {fewest}: {remedy}")
+                raise BlockSparseError.expected("modules", expected, f"a row with {fewest}: {remedy}")
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks that move in call t, counted from 1."""
@@ -262,7 +263,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         drop = mark_smallest(stored_norms(weight, self.norm), count, tie_break)
         scores = topological_scores(weight, drop) if self.growth == "topology" else None
         change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, scores)
-        change = without_returning(weight.layout, change)
+        change = change.without_returning(weight.layout.keys_of_blocks())
         replace_blocks(weight, change, self.optimizer, on_layout_change=self.on_layout_change)
 
     def _prune(self) -> None:

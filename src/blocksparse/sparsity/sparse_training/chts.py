@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checked import integer, number
 from ...errors import BlockSparseError
-from ...indices import Replacement, kept_keys
+from ...indices import kept_keys
 from ...layout import BlockLayout
 from ...ops.checks import without_autocast
 from ...ops.linear import linear, linear_transposed
@@ -121,7 +121,7 @@ class CHTs(SET):
         drop[draw_by_score(powers, layout.nnz - count, generator)] = False
         scores = topological_scores(weight, drop)
         change = draw_places(weight, drop, generator, self.keep_lines, self.constant_fan_in, scores)
-        self._replace(weight, without_returning(layout, change), generator)
+        self._replace(weight, change.without_returning(layout.keys_of_blocks()), generator)
 
 
 def topological_scores(weight: WeightHandle, drop: np.ndarray) -> np.ndarray:
@@ -147,13 +147,6 @@ def check_places(layout: BlockLayout) -> None:
         raise BlockSparseError.expected(
             "topological growth", f"a grid of {MAX_PLACES:,} blocks at most (use larger blocks, or SMET)", repr(layout)
         )
-
-
-def without_returning(layout: BlockLayout, change: Replacement) -> Replacement:
-    """Return the change without blocks that would be dropped and grown again: they stay."""
-    keys = layout.keys_of_blocks()
-    drop = change.drop & ~np.isin(keys, change.added)
-    return Replacement(drop, np.setdiff1d(change.added, keys, assume_unique=True))
 
 
 def path_scores(layout: BlockLayout, dtype: torch.dtype = torch.float32) -> Tensor:

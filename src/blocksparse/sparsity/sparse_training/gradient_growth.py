@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
+from ...indices import Replacement
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
 from ...nn.tensor_parallel_part import TensorParallelPart
 from ...surgery.optimizer import unwrapped
-from ...surgery.rewire import rewire
+from ...surgery.rewire import replace_blocks
 from ...surgery.weight_handle import WeightHandle
 from ..lines import NO_LINES, coverable, empty_lines, lines_of
 from ..selection import mark_smallest, stored_norms
@@ -166,9 +167,8 @@ class GradientGrowth(DynamicSparsity):
             grow = places[mark_largest_of_rows(places, norms, columns, counts, tie_break)]
         else:
             grow = best_places(places, norms, count, columns, empty, tie_break)
-        drop &= ~np.isin(keys, grow)
-        rows, cols = np.divmod(np.setdiff1d(grow, keys, assume_unique=True), columns)
-        rewire(weight, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+        change = Replacement(drop, np.sort(grow)).without_returning(keys)
+        replace_blocks(weight, change, self.optimizer, on_layout_change=self.on_layout_change)
 
 
 def _before_update(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ...indices import Replacement, free_places, kept_keys
+from ...indices import Replacement, free_keys, kept_keys
 from ...nn.module import BlockSparseModule
 from ...patterns.random_layouts import spread_lines
 from ...surgery.weight_handle import WeightHandle
@@ -151,7 +151,7 @@ def _draw_in_rows(
     # Free places have numbers; those of a row begin after the free places of the rows before.
     starts = np.arange(grid[0] + 1) * grid[1]
     starts -= np.searchsorted(taken, starts)
-    return free_places(taken, _draw_distinct_in_ranges(generator, starts, counts))
+    return free_keys(taken, _draw_distinct_in_ranges(generator, starts, counts))
 
 
 def _draw_in_rows_by_score(scores: np.ndarray, rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -214,7 +214,7 @@ def draw_unused(
         if small_grid[0] * small_grid[1] - inner.size >= count:
             rows, cols = np.divmod(draw_unused(inner, small_grid, count, generator), small_grid[1])
             return lines[0][rows] * grid[1] + lines[1][cols]
-    return free_places(taken, _draw_distinct(generator, grid[0] * grid[1] - taken.size, count))
+    return free_keys(taken, _draw_distinct(generator, grid[0] * grid[1] - taken.size, count))
 
 
 def move_to_empty_lines(

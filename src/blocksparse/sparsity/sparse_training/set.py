@@ -133,10 +133,15 @@ def nearest_zero(weight: WeightHandle, zeta: float, norm: str, tie_break: TieBre
     weights = weight.gather(values.to(accumulator(values.dtype)).reshape(-1)).cpu().numpy()
 
     def smallest_above_zero(side: np.ndarray) -> np.ndarray:
-        """Return a mask of the smallest weights above zero, which follow all others in rising order."""
+        """Return a mask of the smallest weights above zero.
+
+        In rising order they follow all others, which are marked too at first: this saves copies of one side.
+        """
         above = side > 0
         others, count = (int(np.count_nonzero(each)) for each in (side <= 0, above))
-        marks = mark_smallest(side, others + round(zeta * count), tie_break)
+        if not (count := round(zeta * count)):
+            return np.zeros(side.size, dtype=bool)
+        marks = mark_smallest(side, others + count, tie_break)
         marks &= above
         return marks
 
