@@ -146,7 +146,9 @@ def test_rows_get_equal_numbers_of_blocks_while_the_density_falls(growth):
 def test_rows_with_fewer_blocks_than_they_are_to_keep_are_refused():
     torch.manual_seed(0)
     layer = bs.nn.Linear(256, 256, density=0.5, block_size=8)
-    expected = r"15 blocks or more in each row of 0 .*got a row of \d+: start .*constant_fan_in\(\(256, 256\), \.\.\.\)"
+    expected = (
+        r"at least 15 blocks per row of layer '0' .*got a row with \d+: start .*constant_fan_in\(\(256, 256\), \.\.\.\)"
+    )
     with pytest.raises(bs.BlockSparseError, match=expected):
         bs.sparsity.GradualBlockPruning(nn.Sequential(layer), density=0.47, end=4, every=1, constant_fan_in=True)
     layer = bs.nn.Linear(256, 256, layout=bs.patterns.constant_fan_in((256, 256), 8, 0.5))
