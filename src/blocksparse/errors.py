@@ -47,7 +47,7 @@ class Page(StrEnum):
     CALIBRATE = "help(blocksparse.sparsity.reconstruct)"
     COMPRESS = "help(blocksparse.compress)"
     PRUNE = "help(blocksparse.sparsity.GradualPruning)"
-    SPARSE_TRAINING = "help(blocksparse.sparsity.RigL)"
+    SPARSE_TRAINING = "help(blocksparse.sparsity.SET)"
     TENSOR_PARALLEL = "help(blocksparse.distributed.parallelize_module)"
 
 
