@@ -126,6 +126,9 @@ struct RowProduct {
   int64_t end_of(int64_t j) const { return bound(tasks.end[j]); }
   int64_t output_of(int64_t j) const { return tasks.row[j] * block_out + begin_of(j); }
   int64_t units() const { return x.features / kernels.k_pack; }
+  int64_t token_bytes() const { return units() * kernels.unit_size; }
+  int64_t vector_bytes() const { return std::max<int64_t>(token_bytes() * kernels.lanes, 1); }
+  int64_t panel_bytes() const { return vector_bytes() * kernels.max_vectors; }
 
   RowPiece piece(int64_t j, const void* panel, int64_t width) const;
   LinearOutputs outputs(void* sums, int64_t output, int64_t count, int64_t width, int64_t token, int64_t here) const;
@@ -199,23 +202,21 @@ void RowProduct::fetch_outputs(int64_t output, int64_t count, int64_t token, int
 }
 
 Panels RowProduct::cut_panels() const {
-  const int64_t vector_bytes = std::max<int64_t>(units() * kernels.unit_size * kernels.lanes, 1);
   int64_t most = kernels.max_vectors;
   if (depth)
-    most = std::clamp<int64_t>(kL2Bytes / vector_bytes, 2, most);
-  else if (vector_bytes * most > kPanelBytes)
+    most = std::clamp<int64_t>(kL2Bytes / vector_bytes(), 2, most);
+  else if (panel_bytes() > kPanelBytes)
     most *= 2;  // the weights do not fit the caches: wider panels read them less often
   return Panels(tokens, kernels.lanes, most);
 }
 
 Division RowProduct::division(const Panels& panels, int64_t threads) const {
-  const int64_t panel_bytes = units() * kernels.unit_size * kernels.lanes * kernels.max_vectors;
   const int64_t least = depth ? kOwnTileVectors : kOwnVectors;
   bool own_tokens = threads == 1 || panels.vectors >= threads * least;
   if (threads > kFewThreads)
     own_tokens = depth ? panels.vectors >= least * ceil_div(panels.count, threads) * threads
-                       : panel_bytes <= kL2Bytes && panels.count >= kManyOwnPanels * threads;
-  if (own_tokens) return panel_bytes <= kPanelBytes ? Division::kTokens : Division::kBoth;
+                       : panel_bytes() <= kL2Bytes && panels.count >= kManyOwnPanels * threads;
+  if (own_tokens) return panel_bytes() <= kPanelBytes ? Division::kTokens : Division::kBoth;
   return threads <= kFewThreads ? Division::kRows : Division::kBoth;
 }
 
@@ -254,7 +255,7 @@ void RowProduct::run_task(int64_t task, int64_t next_task, const Panels& panels,
 }
 
 void RowProduct::pack_and_run(int64_t task, const Panels& panels, int64_t p) const {
-  void* packed = scratch(Scratch::kPanels, panels.width(p) * units() * kernels.unit_size);
+  void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes());
   pack(panels, p, 0, units(), packed);
   run_task(task, tasks.tasks, panels, p, packed);
 }
@@ -286,13 +287,14 @@ void RowProduct::multiply_panels() {
 }
 
 void RowProduct::share_panels(const Panels& panels, int64_t threads) const {
-  const int64_t token_bytes = units() * kernels.unit_size, cuts = ceil_div(units(), kPackUnits);
-  const int64_t panel_bytes = std::max<int64_t>(token_bytes * kernels.lanes, 1) * kernels.max_vectors;
-  const int64_t at_once = std::clamp<int64_t>(kPanelBytes / panel_bytes, 1, std::max<int64_t>(panels.count, 1));
+  const int64_t cuts = ceil_div(units(), kPackUnits);
+  const int64_t at_once = std::clamp<int64_t>(kPanelBytes / panel_bytes(), 1, std::max<int64_t>(panels.count, 1));
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first), first_token = panels.first(first);
-    void* packed = scratch(Scratch::kPanels, (panels.first(first + here) - first_token) * token_bytes);
-    const auto packed_panel = [&](int64_t p) { return advance(packed, (panels.first(p) - first_token) * token_bytes); };
+    void* packed = scratch(Scratch::kPanels, (panels.first(first + here) - first_token) * token_bytes());
+    const auto packed_panel = [&](int64_t p) {
+      return advance(packed, (panels.first(p) - first_token) * token_bytes());
+    };
     parallel_tasks(here * cuts, [&](int64_t i) {
       const int64_t p = first + i / cuts, begin = i % cuts * kPackUnits;
       pack(panels, p, begin, std::min(begin + kPackUnits, units()), packed_panel(p));
