@@ -306,6 +306,12 @@ def test_a_layer_without_a_dense_counterpart_is_refused(kind, data):
     assert made.speed_up is None
 
 
+@pytest.mark.parametrize("make", [bs.sparsify, bs.from_zeros])
+def test_an_example_without_timing_is_refused(make):
+    with pytest.raises(bs.BlockSparseError, match="example= has no effect with force=True"):
+        make(mlp(32, 32), force=True, example=torch.randn(4, 32))
+
+
 def test_a_scripted_module_stays_dense():
     model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(mlp(32, 32)))
     assert list(layouts_of(bs.sparsify(model, 0.5, 8, force=True))) == ["0.weight"]

@@ -317,6 +317,19 @@ def test_blocks_larger_than_the_weight_are_reported():
 
 
 @pytest.mark.filterwarnings("error")
+def test_an_output_layer_that_padding_makes_larger_stays_dense():
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    with pytest.warns(bs.SparsityWarning, match="2.weight: stores [0-9,]* parameters, 5,120 when dense, so it stays"):
+        sparse = bs.sparsify(model, 0.1, force=True)
+    assert type(sparse[2]) is nn.Linear
+    assert sparse[0].layout.density == pytest.approx(0.1, abs=0.002)
+    with pytest.warns(bs.SparsityWarning, match="2.weight: stores 16,384 parameters, 5,120 when dense: use"):
+        named = bs.sparsify(model, {"0.weight": 0.1, "2.weight": 1.0}, force=True)
+    assert isinstance(named[2], bs.nn.Linear)
+    bs.sparsify(model, 0.1, force=True, skip="2")
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_first_convolution_that_padding_slows_down_stays_dense():
     layers = nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 128, 3) for _ in range(4)), nn.Linear(100, 32)
     model = nn.ModuleList(layers)

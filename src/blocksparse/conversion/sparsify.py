@@ -94,8 +94,9 @@ def sparsify(
             "erk": densities by `sparsity.erk`.
         skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
-        force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning. A
-            convolution that padding would make larger stays dense, such as a first one of 3 channels.
+        force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
+            Unless there are densities by name or layouts, a layer stays dense that padding would make larger, such as a
+            first convolution of 3 channels, or an output layer of 10 units that would take a tenth of the blocks.
         tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
@@ -142,7 +143,7 @@ def sparsify(
         return keep_nonzero(
             model, BLOCK_SIZES if block_size is None else block_size, skip, **options, optimizer=optimizer
         )
-    checked_tokens(tokens)
+    _check_timing(force, tokens, example)
     block = checked_block(32 if block_size is None else block_size)
     candidates = survey_weights(model, block, skip)
     if not candidates.weights:
@@ -189,7 +190,7 @@ def keep_nonzero(
     name: str = "sparsify",
 ) -> nn.Module:
     """Make weights with zeros block-sparse; the arguments are those of `sparsify`, `name` is the caller's."""
-    checked_tokens(tokens)
+    _check_timing(force, tokens, example)
     candidates = survey_weights(model, 1, skip)
     if not candidates.weights:
         raise no_weights_error(model, candidates)
@@ -253,6 +254,13 @@ def _check_only_dense_options(options: Mapping[str, bool]) -> None:
             raise BlockSparseError(
                 f"{argument} applies to dense weights, and all are block-sparse: call blocksparse.densify(model) first."
             )
+
+
+def _check_timing(force: bool, tokens: int, example: Example | None) -> None:
+    """Check the number of rows to time with, and that no example is given if nothing is timed."""
+    checked_tokens(tokens)
+    if force and example is not None:
+        raise BlockSparseError("example= has no effect with force=True, which times nothing: omit one.")
 
 
 def _check_writable(model: nn.Module) -> None:
@@ -454,11 +462,9 @@ def _with_padding(weight: Prunable, reason: str) -> str:
 
 
 def _leave_padded_dense(plan: Plan) -> Plan:
-    """Leave the convolutions dense that padding makes larger and slower, unless there would be no other weights."""
+    """Leave the weights dense that padding makes much larger or slower, unless there would be no other weights."""
     padded = {
-        name: reason.replace(":", ", so it stays dense:")
-        for name, reason in _weights_with_large_blocks(plan).items()
-        if plan.selection.weights[name].blocks.taps > 1
+        name: reason.replace(":", ", so it stays dense:") for name, reason in _weights_with_large_blocks(plan).items()
     }
     if not padded or len(padded) == len(plan.layouts):
         return plan
@@ -468,17 +474,17 @@ def _leave_padded_dense(plan: Plan) -> Plan:
 
 
 def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
-    """Return the weights whose padding adds much to the parameters of all weights, and convolutions that it slows down.
+    """Return the weights whose padding takes a tenth of all blocks that are kept, and convolutions that it slows down.
 
-    In blocks of 32 x 32 a weight of 32 x 1 x 5 stores 32 times its parameters. The first convolution of a net is small,
-    but multiplies padding at each pixel.
+    In blocks of 32 x 32 a weight of 10 x 1024 stores up to three times its parameters. The first convolution of a net
+    is small, but multiplies padding at each pixel.
     """
-    if plan.selection.target_density == 1:
+    density, weights = plan.selection.target_density, plan.selection.weights
+    if density == 1:
         return {}
-    weights = plan.selection.weights
     dense = {name: weight.tensor.numel() for name, weight in weights.items()}
     stored = {name: layout.nnz * weights[name].blocks.size for name, layout in plan.layouts.items()}
-    most = DENSITY_TOLERANCE * sum(dense.values())
+    most = DENSITY_TOLERANCE * density * sum(dense.values())
     return {
         name: f"stores {size:,} parameters, {dense[name]:,} when dense: use smaller blocks or skip="
         for name, size in stored.items()
