@@ -139,6 +139,8 @@ def test_layout_of_a_rectangle_says_what_is_not_connected():
     ("arguments", "message"),
     [
         (["spiral", "--features", "64"], "pattern: expected one of dense, random"),
+        (["spiral", "--features", "64"], "barabasi_albert, design, evolution, got 'spiral'"),
+        (["design", "--features", "64"], "design: expected --features N --params N, got --features 64"),
         (["random"], "size: expected --features N or --shape OUT,IN, got neither"),
         (["random", "--features", "64", "--shape", "64,64"], "size: expected --features N or --shape OUT,IN, got both"),
         (["random", "--shape", "64"], "shape: expected OUT,IN, got '64'"),

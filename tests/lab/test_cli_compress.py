@@ -100,6 +100,8 @@ def test_mistakes_end_in_one_line(tmp_path, book):
     for content in (b"other " * 99, b"x" + book.read_bytes()[1:]):
         other.write_bytes(content)
         assert "data: expected the data that the run was trained on" in error(tmp_path / "run", "--data", other)
+    command.run("train", "mlp", "--out", tmp_path / "sparse", *KINDS["mlp"], "--method", "set")
+    assert "run: expected a run with dense weights to compress, got one whose weights" in error(tmp_path / "sparse")
     assert "minutes and steps" in error(tmp_path / "run", *source, "--minutes", 1)
     assert "skip" in error(tmp_path / "run", *source, "--skip", "nothing")
     assert "out: expected another folder" in command.error("compress", tmp_path / "run", "--out", tmp_path / "run")

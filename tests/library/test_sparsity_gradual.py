@@ -165,5 +165,5 @@ def test_regrowth_needs_gradients():
         GradualBlockPruning(bs.nn.Linear(16, 16, block_size=8), end=4, density=0.5, regrow=2)
     layer = bs.nn.Linear(16, 16, block_size=8)
     method = GradualBlockPruning(layer, end=4, every=1, density=0.5, regrow=0.3)
-    with pytest.raises(bs.BlockSparseError, match="step of GradualBlockPruning: expected a backward pass"):
+    with pytest.raises(bs.BlockSparseError, match=r"^GradualBlockPruning.step\(\): no gradient went through"):
         method.step()

@@ -129,6 +129,15 @@ def test_copies_train_to_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_repr_shows_the_settings(name):
+    _, _, method = start(name)
+    shown = repr(method)
+    assert shown.startswith(f"{name.partition(',')[0]}(")
+    assert shown.endswith("calls=0)")
+    assert not hasattr(method, "every") or f"every={method.every}, " in shown
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_invalid_states_change_nothing(name):
     _, _, method = start(name)
     calls, state = method.calls, method.state_dict()

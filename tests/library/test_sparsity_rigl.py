@@ -317,7 +317,7 @@ def test_causal_convolutions_grow_blocks():
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
-    with pytest.raises(bs.BlockSparseError, match="expected a backward pass through it before, got none"):
+    with pytest.raises(bs.BlockSparseError, match="no gradient went through the layer since"):
         method.step()
 
 
@@ -328,7 +328,7 @@ def test_a_state_saved_between_both_steps_names_the_remedy():
     layer(torch.randn(4, 8)).square().sum().backward()
     optimizer.step()
     method.load_state_dict(method.state_dict())
-    with pytest.raises(bs.BlockSparseError, match="got none: after loading, run a whole iteration first, since record"):
+    with pytest.raises(bs.BlockSparseError, match="After loading, run a whole iteration first"):
         method.step()
     update(optimizer, layer(torch.randn(4, 8)).square().sum(), method)
     assert method.calls == 2
@@ -390,7 +390,7 @@ def test_copies_record_nothing(copied, monkeypatch):
     monkeypatch.setattr(kind, lambda *given: passes.append(given) or LinearPass(*given))
     y.sum().backward()
     assert not passes, "the copy's inputs are kept"
-    with pytest.raises(bs.BlockSparseError, match="expected a backward pass through it before"):
+    with pytest.raises(bs.BlockSparseError, match="no gradient went through "):
         method.step()
     layer(x).sum().backward()
     assert len(passes) == 1

@@ -18,9 +18,10 @@ from ..ops.graph_layout import DynamicLayout, is_exporting, register_indices
 from ..state_indices import has_indices
 
 CHANGED_INDICES = (
-    "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
-    "one seed, or load one state first); by a running mean of a model whose layout has changed (take the mean along by "
-    "blocksparse.sparsity.sync_ema); or by hand. The values may be mixed up: load values and indices again"
+    "others, written to this buffer. The values may be mixed up: load values and indices again. Possible causes: a "
+    "running mean of a model whose layout has changed (take the mean along by blocksparse.sparsity.sync_ema); "
+    "DistributedDataParallel, where layouts of the ranks differ (draw them with one seed, or load one state first); or "
+    "your own code"
 )
 
 

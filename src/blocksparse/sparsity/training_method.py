@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,12 @@ class TrainingMethod:
         # Copies and pickles of optimizers and parameters have no hooks.
         self.__dict__.update(state)
         self._watch_updates()
+
+    def __repr__(self) -> str:
+        """Return the settings that apply now, and the calls so far."""
+        options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        listed = [f"{name}={value!r}" for name, value in options.items() if isinstance(value, int | float | str)]
+        return f"{type(self).__name__}({', '.join([*listed, f'calls={self.calls}'])})"
 
     @property
     def finished(self) -> bool:

@@ -70,6 +70,7 @@ def _table(runs: list[Run], narrow: bool) -> Table:
         method = "" if numbers.get("density") == 1 and model.get("method") == "fixed" else model.get("method")
         planned = run.settings["steps"]
         held_out = "" if run.held_out is None else f"{run.held_out:.4f}"
+        reads_text = "text" in run.task
         rows.append(
             {
                 "run": escape(run.name),
@@ -82,9 +83,10 @@ def _table(runs: list[Run], narrow: bool) -> Table:
                 "params": _short(numbers.get("parameters")),
                 "mul-adds\nper byte": _short(numbers.get("multiply_adds_per_byte")),
                 "steps": _count(run.steps) if run.result else f"{run.steps:,}\nof {planned:,}",
-                "bytes\nseen": _short(numbers["bytes"]),
+                "bytes\nseen": _short(numbers["bytes"]) if reads_text else "",
                 "\n".join(_word(run.unit).rsplit(" ", 1)): f"[bold]{held_out}[/]" if run.held_out == best else held_out,
-                "bytes/s": _short(numbers["bytes_per_second"]),
+                "bytes/s": _short(numbers["bytes_per_second"]) if reads_text else "",
+                "minutes": f"{run.seconds / 60:.3g}",
             }
         )
     words = ["run", "method", "net", "cell", "pattern"]

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 PATTERNS = (
     "dense",
     "random",
+    "constant_fan_in",
     "block_diagonal",
+    "diagonals",
     "banded",
     "butterfly",
     "erdos_renyi",
@@ -146,7 +148,9 @@ def propose(
         if name != "seed":
             raise BlockSparseError.expected(f"--{name}", f"none: {DESIGN} chooses it", DESIGN)
     if features is None or params is None:
-        got = f"--features {features} --params {params}"
+        got = (
+            "neither" if features is params else f"--params {params}" if features is None else f"--features {features}"
+        )
         raise BlockSparseError.expected(DESIGN, "--features N --params N", got)
     return topology.design(features, parse_count(params), block_size, objective, **options)
 
@@ -162,7 +166,8 @@ def build(
     from blocksparse import patterns
 
     if pattern not in PATTERNS:
-        raise BlockSparseError.expected("pattern", f"one of {', '.join(PATTERNS)}", repr(pattern))
+        every = ", ".join([*PATTERNS, DESIGN, EVOLUTION])
+        raise BlockSparseError.expected("pattern", f"one of {every}", repr(pattern))
     construct = getattr(patterns, pattern)
     takes = inspect.signature(construct).parameters
     for name in options:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from blocksparse import checkpoint, compression
 from blocksparse.compression import CompressionResult
+from blocksparse.conversion.sparsify import survey_weights
 from blocksparse.errors import BlockSparseError
 
 from ..data import corpora, images, tables, text
@@ -116,6 +117,10 @@ def _trained_run(
         checkpoint.save(out / CHECKPOINT, tensors, {"task": kind, "sparsified": True})
         return [CHECKPOINT]
 
+    survey = survey_weights(model, 1, ())
+    if survey.sparse and not survey.weights:
+        got = "one whose weights are all block-sparse: train it dense first"
+        raise BlockSparseError.expected("run", "a run with dense weights to compress", got)
     return TrainedRun(model, task.unit, held_out, batches, save)
 
 

@@ -188,18 +188,21 @@ def refuse_tensor_parallel_in_ddp(modules: Iterable[BlockSparseModule]) -> None:
         raise BlockSparseError.expected("model", expected, "DistributedDataParallel, whose buckets keep their sizes")
 
 
-def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
-    """Return the block-sparse modules in one or several models, by name, without the skipped ones."""
+def find_modules(modules: Modules, skip: Skip = (), argument: str = "modules") -> dict[str, BlockSparseModule]:
+    """Return the block-sparse modules in one or several models, by name, without the skipped ones.
+
+    `argument` is what errors call the models.
+    """
     is_list = _is_list(modules)
     roots: list[Any] = [*modules] if is_list else [modules]  # type: ignore[misc]
     if not roots:
-        raise BlockSparseError.expected("modules", "a model or a list of modules", "an empty list")
+        raise BlockSparseError.expected(argument, "a model or a list of modules", "an empty list")
     for root in roots:
         if not isinstance(root, nn.Module):
-            raise BlockSparseError.expected("modules", "a model or a list of modules", type(root).__name__)
+            raise BlockSparseError.expected(argument, "a model or a list of modules", type(root).__name__)
         if not any(isinstance(module, BlockSparseModule) for module in root.modules()):
             raise BlockSparseError.expected(
-                "modules",
+                argument,
                 "one with block-sparse weights",
                 f"{type(root).__name__} (blocksparse.sparsify makes them; GradualPruning starts from dense ones)",
                 Page.SPARSE_TRAINING,

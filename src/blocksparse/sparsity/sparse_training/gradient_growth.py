@@ -125,10 +125,13 @@ class GradientGrowth(DynamicSparsity):
         """
         for i, name, _ in self._trained_weights():
             if not self._watches[i].passes:
-                expected = "a backward pass through it before"
-                remedy = "none: after loading, run a whole iteration first, since recorded gradients are not saved; "
-                remedy += "under torch.compile, set torch._dynamo.config.skip_nnmodule_hook_guards to False"
-                raise BlockSparseError.expected(f"step of {name or type(self).__name__}", expected, remedy)
+                layer = f"layer {name!r}" if name else "the layer"
+                raise BlockSparseError(
+                    f"{type(self).__name__}.step(): no gradient went through {layer} since the last call: call "
+                    "loss.backward() before, or name layers in skip that the loss does not use. After loading, run a "
+                    "whole iteration first. Under torch.compile, set torch._dynamo.config.skip_nnmodule_hook_guards to "
+                    "False."
+                )
             self._watches[i].drop_overflows()
         return self._watches
 

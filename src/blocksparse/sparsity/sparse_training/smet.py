@@ -138,7 +138,7 @@ def rates_by_density(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """
     lr = number("lr", lr, 0)
     densities = {}
-    for module in find_modules(model).values():
+    for module in find_modules(model, argument="model").values():
         handle = handle_of(module)
         if handle.layout.nnz:
             densities[handle.parameter] = handle.layout.density
