@@ -50,6 +50,14 @@ def test_a_seed_fixes_it_and_the_generator_moves_on():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("call", [bs.nn.Dropout(0.3), lambda x: bs.nn.concat_elu(x, 0.3)], ids=["dropout", "elu"])
+def test_a_profiler_may_record_shapes(call):
+    x = torch.randn(2, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        for _ in range(20):  # half of all seeds of 64 bits are larger than the profiler's integers
+            call(x).sum().backward()
+
+
 def test_nothing_goes_in_evaluation_and_at_0():
     x = torch.randn(50)
     assert bs.nn.Dropout(0.3).eval()(x) is x

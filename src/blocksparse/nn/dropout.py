@@ -72,5 +72,5 @@ def _memory_order(x: Tensor) -> list[int]:
 
 
 def seed() -> int:
-    """Draw a seed for one call by PyTorch's generator."""
-    return int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
+    """Draw a seed for one call by PyTorch's generator; PyTorch's profiler refuses integers from 2^63 on."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
