@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/names.hpp"
@@ -16,11 +17,20 @@ namespace blocksparse {
 template <class T>
 using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Check that `start` holds `count` starts and the end, `total`.
-inline void require_starts(const Index<int64_t>& start, int64_t count, size_t total, const char* what) {
-  require(
-      count >= 0 && int64_t(start.size()) == count + 1 && start.data()[0] == 0 && start.data()[count] == int64_t(total),
-      what);
+template <class T>
+using NewArray = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+bool rises(const Index<T>& index) {
+  return std::is_sorted(index.data(), index.data() + index.size());
+}
+
+// Check that `start` holds `count` starts, which rise, and the end, `total`.
+template <class T>
+void require_starts(const Index<T>& start, int64_t count, size_t total, const char* what) {
+  require(count >= 0 && int64_t(start.size()) == count + 1 && start.data()[0] == 0 &&
+              start.data()[count] == int64_t(total) && rises(start),
+          what);
 }
 
 inline void require_tasks(const Index<int64_t>& task_start, size_t total) {

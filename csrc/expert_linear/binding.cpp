@@ -2,7 +2,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "core/arguments.hpp"
@@ -21,8 +20,7 @@ ExpertGroups groups_of(const Index<int64_t>& rows, const Index<int64_t>& blocks)
   const int64_t experts = int64_t(rows.size()) - 1;
   require(experts > 0 && rows.size() == blocks.size(), "rows and blocks of one length");
   for (const auto* starts : {&rows, &blocks})
-    require(std::is_sorted(starts->data(), starts->data() + starts->size()) && starts->data()[0] == 0,
-            "rows and blocks to rise from 0");
+    require(rises(*starts) && starts->data()[0] == 0, "rows and blocks to rise from 0");
   return {experts, rows.data(), blocks.data()};
 }
 

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "core/arguments.hpp"
 #include "core/bindings.hpp"
 #include "layout/layout.hpp"
@@ -9,25 +7,16 @@ using namespace nb::literals;
 namespace blocksparse {
 namespace {
 
-template <class T>
-using NewArray = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 void py_free_keys(const Index<int64_t>& taken, const Index<int64_t>& ranks, const NewArray<int64_t>& keys) {
   require(keys.size() == ranks.size(), "a key for each rank");
   nb::gil_scoped_release release;
   free_keys(taken.data(), int64_t(taken.size()), ranks.data(), int64_t(ranks.size()), keys.data());
 }
 
-template <class T>
-bool rises(const Index<T>& index) {
-  return std::is_sorted(index.data(), index.data() + index.size());
-}
-
 Indices checked_indices(const Index<int32_t>& start, const Index<int32_t>& col, int64_t columns,
                         const Index<bool>& drop) {
   const int64_t rows = int64_t(start.size()) - 1;
-  require(rows >= 0 && start.data()[0] == 0 && start.data()[rows] == int64_t(col.size()) && rises(start),
-          "starts that rise from 0 to all blocks");
+  require_starts(start, rows, col.size(), "starts that rise from 0 to all blocks");
   require(drop.size() == col.size(), "a bool for each block");
   return {start.data(), col.data(), rows, columns};
 }
