@@ -308,7 +308,7 @@ def test_a_doubtful_timing_is_repeated_with_the_shortest_times(monkeypatch, firs
 
 def test_blocks_larger_than_the_weight_are_reported():
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
-    with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters, 160 when dense"):
+    with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters or more, 160 when dense"):
         sparse = bs.sparsify(model, 0.25, force=True)
     assert isinstance(sparse["conv"], nn.Conv1d)
     assert isinstance(sparse["linear"], bs.nn.Linear)
@@ -344,3 +344,13 @@ def test_a_first_convolution_that_padding_slows_down_stays_dense():
     assert isinstance(named[0], bs.nn.Conv2d)
     assert str(caught[0].message).count("when dense") == 1
     bs.sparsify(model, 0.5, scope="layer", force=True, skip="0")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_density_counts_no_convolution_that_is_smaller_than_a_block():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))
+    with pytest.warns(bs.SparsityWarning, match="0.weight: stores 9,216 parameters or more, 1,728 when dense, so it"):
+        sparse = bs.sparsify(model, 0.25, force=True)
+    assert type(sparse[0]) is nn.Conv2d
+    assert sparse[2].layout.nnz == 1
+    assert isinstance(bs.sparsify(model[:1], 1.0, force=True)[0], bs.nn.Conv2d)

@@ -95,8 +95,8 @@ def sparsify(
         skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
         force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
-            Unless there are densities by name or layouts, a layer stays dense that padding would make larger, such as a
-            first convolution of 3 channels, or an output layer of 10 units that would take a tenth of the blocks.
+            Unless there are densities by name or layouts, a layer stays dense that padding to whole blocks would make
+            larger, such as a first convolution of 3 channels or an output layer of 10 units.
         tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
@@ -166,11 +166,14 @@ def sparsify(
     if batches and is_scored and not isinstance(density, Mapping) and not (optimizer and optimizer.state):
         model = reorder_features(model, batches[0], density, block, skip)
         candidates = survey_weights(model, block, skip)
+    leaves_larger = force and layouts is None and not isinstance(density, Mapping)
+    if leaves_larger:
+        candidates = _without_small_convolutions(candidates)
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
-    if not force:
+    if leaves_larger:
+        plan = _leave_larger_dense(plan)
+    elif not force:
         plan = keep_faster(model, plan, example, tokens)
-    elif layouts is None and not isinstance(density, Mapping):
-        plan = _leave_padded_dense(plan)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace, jointly=True)
     model = replace_weights(original, fitted, plan, optimizer, inplace=inplace)
     _warn_if_missed(plan)
@@ -461,32 +464,63 @@ def _with_padding(weight: Prunable, reason: str) -> str:
     return f"{reason}, {padded:,} parameters with padding and {size:,} without: use smaller blocks or skip="
 
 
-def _leave_padded_dense(plan: Plan) -> Plan:
-    """Leave the weights dense that padding makes much larger or slower, unless there would be no other weights."""
-    padded = {
-        name: reason.replace(":", ", so it stays dense:") for name, reason in _weights_with_large_blocks(plan).items()
+def _without_small_convolutions(candidates: Survey) -> Survey:
+    """Leave out the convolutions that are smaller than one block, unless there would be no other weights."""
+    small = {
+        name: Unexpected(
+            _larger_than_dense(weight.blocks.size, weight.tensor.numel(), " or more", ", so it stays dense")
+        )
+        for name, weight in candidates.weights.items()
+        if weight.blocks.taps > 1 and weight.blocks.size > weight.tensor.numel()
     }
-    if not padded or len(padded) == len(plan.layouts):
+    if len(small) == len(candidates.weights):
+        return candidates
+    weights = {name: weight for name, weight in candidates.weights.items() if name not in small}
+    return replace(candidates, weights=weights, reasons={**candidates.reasons, **small})
+
+
+def _leave_larger_dense(plan: Plan) -> Plan:
+    """Leave the weights dense that padding makes larger, unless there would be no other weights."""
+    larger = {
+        name: _larger_than_dense(stored, dense, so=", so it stays dense")
+        for name, (stored, dense) in _larger_weights(plan).items()
+    }
+    if not larger or len(larger) == len(plan.layouts):
         return plan
-    plan = plan.leave_dense(padded)
-    plan = replace(plan, unexpected={**plan.unexpected, **padded})
+    plan = plan.leave_dense(larger)
+    plan = replace(plan, unexpected={**plan.unexpected, **larger})
     return replace(plan, layouts=plan.selection.layouts(plan.layouts))
 
 
 def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
     """Return the weights whose padding takes a tenth of all blocks that are kept, and convolutions that it slows down.
 
-    In blocks of 32 x 32 a weight of 10 x 1024 stores up to three times its parameters. The first convolution of a net
-    is small, but multiplies padding at each pixel.
+    The first convolution of a net is small, but multiplies padding at each pixel.
     """
-    density, weights = plan.selection.target_density, plan.selection.weights
-    if density == 1:
-        return {}
-    dense = {name: weight.tensor.numel() for name, weight in weights.items()}
-    stored = {name: layout.nnz * weights[name].blocks.size for name, layout in plan.layouts.items()}
-    most = DENSITY_TOLERANCE * density * sum(dense.values())
+    weights = plan.selection.weights
+    most = DENSITY_TOLERANCE * plan.selection.target_density * sum(each.tensor.numel() for each in weights.values())
     return {
-        name: f"stores {size:,} parameters, {dense[name]:,} when dense: use smaller blocks or skip="
-        for name, size in stored.items()
-        if size - dense[name] > (most if weights[name].blocks.taps == 1 else 0)
+        name: _larger_than_dense(stored, dense)
+        for name, (stored, dense) in _larger_weights(plan).items()
+        if weights[name].blocks.taps > 1 or stored - dense > most
     }
+
+
+def _larger_weights(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return the parameters in blocks and when dense of the weights that padding makes larger, by name.
+
+    In blocks of 32 x 32, a weight of 10 x 1024 stores up to three times its parameters.
+    """
+    if plan.selection.target_density == 1:
+        return {}
+    weights = plan.selection.weights
+    sizes = {
+        name: (layout.nnz * weights[name].blocks.size, weights[name].tensor.numel())
+        for name, layout in plan.layouts.items()
+    }
+    return {name: (stored, dense) for name, (stored, dense) in sizes.items() if stored > dense}
+
+
+def _larger_than_dense(stored: int, dense: int, more: str = "", so: str = "") -> str:
+    """Say that a weight takes more parameters in blocks."""
+    return f"stores {stored:,} parameters{more}, {dense:,} when dense{so}: use smaller blocks or skip="
