@@ -42,6 +42,15 @@ def test_the_percentile_of_the_layer(sizes, block, percentile):
     assert (layer.layout.mask().any(1).numpy() <= keep).all()
 
 
+def test_a_weight_of_nan_counts_as_the_most_important():
+    layer = bs.nn.Linear(64, 64, density=0.5, block_size=8)
+    layer.values.data[0, 0, 0] = torch.nan
+    method = bs.sparsity.ImportancePruning(layer, percentile=50, begin=0, every=1, keep_lines=False)
+    method.step()
+    assert layer.layout.mask().any(1).sum() == 4
+    assert layer.values.isnan().any()
+
+
 def test_no_input_loses_its_last_connection():
     """The most important row of those that an input reaches stays as a whole."""
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 0, 0, 1, 0]])

@@ -73,8 +73,9 @@ class ImportancePruning(DynamicSparsity):
     def _change_layouts(self) -> None:
         """Drop the blocks of rows whose importance is below the percentile, except those that a column needs."""
         for i, _, weight in self._trained_weights():
-            scores, layout = importance(weight).numpy(), weight.layout
-            unimportant = scores < np.percentile(scores, self.percentile)
+            scores, layout = importance(weight).nan_to_num(nan=torch.inf).numpy(), weight.layout
+            # Not interpolated: between infinite scores, which rows with NaN get, that would be NaN.
+            unimportant = scores < np.percentile(scores, self.percentile, method="higher")
             if self.keep_lines:
                 order = np.lexsort((self._tie_break(i)(np.arange(scores.size)), -scores))
                 unimportant &= ~_most_important_of_columns(layout, order)
