@@ -314,6 +314,27 @@ def test_causal_convolutions_grow_blocks():
     assert method.step()
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(bs.sparsity.RigL, {"end": 9}), (bs.sparsity.GradualBlockPruning, {"density": 0.2, "end": 9, "regrow": 0.5})],
+    ids=["rigl", "gradual"],
+)
+def test_training_goes_on_after_a_failed_callback(method, options):
+    def fail_once(*_):
+        failed.append(1)
+        if len(failed) == 1:
+            raise KeyError("mine")
+
+    failed = []
+    layer = bs.nn.Linear(16, 16, density=0.5, block_size=4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = method(layer, optimizer, every=1, on_layout_change=fail_once, **options)
+    with pytest.raises(KeyError):
+        update(optimizer, layer(torch.randn(4, 16)).square().sum(), method)
+    update(optimizer, layer(torch.randn(4, 16)).square().sum(), method)
+    assert method.calls == 2
+
+
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)

@@ -15,6 +15,7 @@ from ...errors import BlockSparseError
 from ...indices import Replacement
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
+from ...nn.module import Weight
 from ...nn.tensor_parallel_part import TensorParallelPart
 from ...surgery.optimizer import unwrapped
 from ...surgery.rewire import replace_blocks
@@ -52,8 +53,9 @@ class GradientGrowth(DynamicSparsity):
         """Start to watch the layers, after a check of their types."""
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
-                expected = "a linear layer or a convolution (name other layers in skip, or use SET)"
-                raise BlockSparseError.expected(name or "modules", expected, type(module).__name__)
+                expected = "a linear layer or a convolution (name others in skip; CHTs and SET change them too)"
+                got = "a recurrent layer's weight" if isinstance(module, Weight) else type(module).__name__
+                raise BlockSparseError.expected(name or "modules", expected, got)
         self._hook_optimizer()
         self._prepare()
 
@@ -100,10 +102,12 @@ class GradientGrowth(DynamicSparsity):
 
         Then watch the layers if blocks grow in the next call.
         """
-        changed = super()._step()
-        if changed and self._grows(self.calls) and self.optimizer is not None:
-            unwrapped(self.optimizer).zero_grad(set_to_none=True)  # in case `step` is called before the optimizer's
-        self._prepare()
+        try:
+            changed = super()._step()
+            if changed and self._grows(self.calls) and self.optimizer is not None:
+                unwrapped(self.optimizer).zero_grad(set_to_none=True)  # in case `step` is called before the optimizer's
+        finally:
+            self._prepare()
         return changed
 
     def _prepare(self) -> None:
