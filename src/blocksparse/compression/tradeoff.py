@@ -141,7 +141,7 @@ class Tradeoff:
         fragile = sorted(fragile, key=lambda layer: layer.agreement)[:MAX_FRAGILE]
         if fragile:
             names = [layer.name for layer in fragile]
-            yield f"Keep dense, by skip=: {_listed(names)}. Little time, and a large loss when pruned."
+            yield f"Keep dense, by skip=: {_listed(names)}. Little time, and a large loss when pruned without fitting."
 
     def table(self) -> str:
         """Return densities, layers and the recommendation as text; its tables have at most 80 columns."""
@@ -156,7 +156,7 @@ class Tradeoff:
         if others := self.layers[MAX_LAYERS:]:
             numbers = f"{sum(layer.parameters for layer in others):>13,}{sum(layer.time for layer in others):>8.1%}"
             rows.append(f"{f'{len(others)} more':<{width}}{numbers}")
-        note = f"agreement on {self.samples:,} held-out samples\n"
+        note = f"agreement on {self.samples:,} held-out samples; layers are pruned alone and not fitted\n"
         return "\n".join([curve_table(self.points, minutes=False), note, head, *rows, "", self.recommendation])
 
     def plot(self, path: str | Path | None = None) -> Any:
