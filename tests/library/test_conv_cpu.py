@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import numpy as np
@@ -160,3 +161,31 @@ def test_channel_plans_hold_each_block_once(layout, transpose):
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(bs.BlockSparseError, match="one number per axis each"):
         axes_of((5, 5), (5,), (3, 3), (1, 1), (0, 0), (1, 1))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_one_tap_is_a_linear_product(dims, activation):
+    """Eager channels-last images take a shorter way than the op of `torch.ops`, with equal bits."""
+    layout = bs.patterns.random((48, 32), 16, density=0.5, seed=0)
+    convolve = {1: bs.conv1d, 2: bs.conv2d, 3: bs.conv3d}[dims]
+    values = torch.randn(*layout.values_shape, *(1,) * dims, requires_grad=True)
+    bias = torch.randn(48, requires_grad=True)
+    x = torch.randn(2, *range(3, 3 + dims), 32).movedim(-1, 1).requires_grad_()
+    results = []
+    for way in (contextlib.nullcontext(), torch.profiler.profile()):  # under a profiler the op is called
+        with way:
+            y = convolve(x, values, layout, bias, activation=activation)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, values, bias))))
+    assert results[0][0].stride() == results[1][0].stride()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    y = convolve(x, values, layout).mul_(2)
+    y.sum().backward()
+    with pytest.raises(bs.BlockSparseError, match=r"stride: expected an int, 1 or more"):
+        convolve(x, values, layout, stride=0)
+    with pytest.raises(bs.BlockSparseError, match="values"):
+        convolve(x, values.double(), layout)
+    with pytest.raises(bs.BlockSparseError, match=r"x: expected \[n, 32"):
+        convolve(x[:, :16], values, layout)
+    with pytest.raises(bs.BlockSparseError, match="activation"):
+        convolve(x, values, layout, activation="tanh")

@@ -13,7 +13,8 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..block_gate import apply_gate
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..registry import needs_grad
+from ..linear import linear
+from ..registry import can_bypass_dispatcher, needs_grad
 from .op import CONV
 
 __all__ = [
@@ -203,6 +204,10 @@ def _conv(
     output_padding: Ints | None = None,  # of a transposed convolution only
 ) -> Tensor:  # fmt: skip
     """Check the arguments of every convolution and call the op on `[n, *space, channels]`."""
+    if gate is None:
+        y = _one_tap(dims, x, values, layout, bias, (stride, padding, dilation, output_padding or 0), activation)
+        if y is not None:
+            return y
     check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
     if gate is not None:
         values, layout = apply_gate(values, layout, gate)
@@ -231,6 +236,33 @@ def _conv(
     if not is_channels_last(batch):
         y = y.contiguous()
     return y if batch is x else y.squeeze(0)
+
+
+def _one_tap(
+    dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, steps: Sequence[Any],
+    activation: str | None,
+) -> Tensor | None:  # fmt: skip
+    """Return an eager convolution with one tap and no stride or padding, a linear product of channels-last images.
+
+    None if the call is another one, or wrong. The op would compute this product too; its checks take longer.
+    """
+    if not isinstance(layout, BlockLayout) or not can_bypass_dispatcher(x, values, bias, plain_call=True):
+        return None
+    usual = 1, 0, 1, 0  # stride, padding, dilation, output_padding
+    if (
+        any(step != one and step != (one,) * dims for step, one in zip(steps, usual, strict=True))
+        or x.dim() != dims + 2
+        or not x.is_cpu
+        or not is_channels_last(x)
+        or values.shape != (*layout.values_shape, *(1,) * dims)
+        or x.shape[1] != layout.shape[1]
+        or 0 in x.shape
+        or any(tensor is not None and tensor.dtype != x.dtype for tensor in (values, bias))
+    ):
+        return None
+    rows = x.movedim(1, -1).reshape(-1, layout.shape[1])
+    y = linear(rows, values.view(layout.values_shape), layout, bias, activation)
+    return y.view(x.shape[0], *x.shape[2:], layout.shape[0]).movedim(-1, 1)
 
 
 def is_channels_last(x: Tensor) -> bool:
