@@ -35,7 +35,7 @@ def weights(tmp_path):
         "encoder.0.bias": torch.randn(64),
         "lstm.weight_hh_l0": torch.randn(128, 32),
         "embedding.weight": torch.randn(50, 48),
-        "head.weight": torch.randn(24, 64),
+        "head.weight": torch.randn(10, 64),
         "steps": torch.tensor(3),
     }
     safetensors.torch.save_file(tensors, path)

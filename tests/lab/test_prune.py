@@ -230,7 +230,7 @@ def table_of(markdown):
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
 
-@pytest.mark.filterwarnings("ignore:sparsify. the blocks of some weights are larger:blocksparse.SparsityWarning")
+@pytest.mark.filterwarnings("ignore:sparsify. some layers stay as they are:blocksparse.SparsityWarning")
 def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     small = {"block_size": 4, "skip": ("layers.2",)}
     experiment = pruned.ClassifierPruning(
@@ -331,7 +331,7 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
     assert {name: row["inputs used"] for name, row in table.items()} == {"dense": "all", "half": "4"}
 
 
-@pytest.mark.filterwarnings("ignore:sparsify. the blocks of some weights are larger:blocksparse.SparsityWarning")
+@pytest.mark.filterwarnings("ignore:sparsify. some layers stay as they are:blocksparse.SparsityWarning")
 def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path):
     small = {"block_size": 4, "skip": ("recurrent.weight_ih_l0",)}
     threshold = Pruning("threshold", strength=0.2, **small)

@@ -104,7 +104,7 @@ def float_labels():
 
 MISTAKES = {
     "density: expected 0, or enough": lambda: bs.nn.Linear(20, 30, density=0.25),
-    "sparsify: the blocks of some": lambda: bs.sparsify(narrow(), 0.5, force=True),
+    "sparsify: the blocks of some": lambda: bs.sparsify(narrow(), {"0.weight": 0.5, "1.weight": 0.5}, force=True),
     "sparsify: some layers stay": lambda: bs.sparsify(
         nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)), 0.5, force=True
     ),
@@ -131,7 +131,7 @@ MISTAKES = {
     "modules: expected one": lambda: bs.sparsity.SET(dense()),
     "leaves frozen weights": frozen,
     "LBFGS keeps": lbfgs,
-    "expected a backward pass": rigl,
+    "no gradient went": rigl,
     "optimizer: expected an": lambda: pruning(dense(), torch.optim.Adam(dense().parameters())),
     "crow_indices: expected": averaged,
     "weight: expected no write": lambda: layer().weight.mul_(2),

@@ -338,7 +338,7 @@ def test_densify(name):
 
 
 def test_densify_returns_the_masked_model():
-    model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 24)).double()
+    model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 10)).double()
     sparse = bs.sparsify(model, 0.5, 16, force=True)
     expected = masked(model, layouts_of(sparse))
     dense = bs.densify(sparse)

@@ -31,6 +31,9 @@ from .zeros import BLOCK_SIZES, BlockSizes, layouts_of_zeros
 # A warning reports densities that miss the target by more than this fraction of it.
 DENSITY_TOLERANCE = 0.1
 
+# A weight of a linear layer is too narrow for its blocks if they store more than this many times its parameters.
+MUCH_LARGER = 1.5
+
 SPARSE_ALREADY = "it is block-sparse already: sparsify its layer alone, or densify it first"
 
 
@@ -96,7 +99,7 @@ def sparsify(
         layouts: the blocks to keep by name of the weight, instead of densities and scores.
         force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
             Unless there are densities by name or layouts, a layer stays dense that padding to whole blocks would make
-            larger, such as a first convolution of 3 channels or an output layer of 10 units.
+            much larger, such as a first convolution of 3 channels or an output layer of 10 units.
         tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
             layer.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
@@ -480,7 +483,7 @@ def _without_small_convolutions(candidates: Survey) -> Survey:
 
 
 def _leave_larger_dense(plan: Plan) -> Plan:
-    """Leave the weights dense that padding makes larger, unless there would be no other weights."""
+    """Leave the weights dense that padding makes much larger, unless there would be no other weights."""
     larger = {
         name: _larger_than_dense(stored, dense, so=", so it stays dense")
         for name, (stored, dense) in _larger_weights(plan).items()
@@ -493,10 +496,7 @@ def _leave_larger_dense(plan: Plan) -> Plan:
 
 
 def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
-    """Return the weights whose padding takes a tenth of all blocks that are kept, and convolutions that it slows down.
-
-    The first convolution of a net is small, but multiplies padding at each pixel.
-    """
+    """Return the weights that padding makes much larger: convolutions, and what takes a tenth of all blocks kept."""
     weights = plan.selection.weights
     most = DENSITY_TOLERANCE * plan.selection.target_density * sum(each.tensor.numel() for each in weights.values())
     return {
@@ -507,9 +507,10 @@ def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
 
 
 def _larger_weights(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return the parameters in blocks and when dense of the weights that padding makes larger, by name.
+    """Return the parameters in blocks and when dense of the weights that padding makes much larger, by name.
 
-    In blocks of 32 x 32, a weight of 10 x 1024 stores up to three times its parameters.
+    In blocks of 32 x 32, a weight of 10 x 1024 stores up to three times its parameters. Convolutions count if they are
+    larger at all, since they multiply padding at each pixel.
     """
     if plan.selection.target_density == 1:
         return {}
@@ -518,7 +519,11 @@ def _larger_weights(plan: Plan) -> dict[str, tuple[int, int]]:
         name: (layout.nnz * weights[name].blocks.size, weights[name].tensor.numel())
         for name, layout in plan.layouts.items()
     }
-    return {name: (stored, dense) for name, (stored, dense) in sizes.items() if stored > dense}
+    return {
+        name: (stored, dense)
+        for name, (stored, dense) in sizes.items()
+        if stored > dense * (1 if weights[name].blocks.taps > 1 else MUCH_LARGER)
+    }
 
 
 def _larger_than_dense(stored: int, dense: int, more: str = "", so: str = "") -> str:
