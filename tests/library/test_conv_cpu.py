@@ -181,6 +181,8 @@ def test_one_tap_is_a_linear_product(dims, activation):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     y = convolve(x, values, layout).mul_(2)
     y.sum().backward()
+    turned = values.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(convolve(x, turned, layout), convolve(x, values, layout))
     with pytest.raises(bs.BlockSparseError, match=r"stride: expected an int, 1 or more"):
         convolve(x, values, layout, stride=0)
     with pytest.raises(bs.BlockSparseError, match="values"):

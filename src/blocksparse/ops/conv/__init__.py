@@ -261,7 +261,7 @@ def _one_tap(
     ):
         return None
     rows = x.movedim(1, -1).reshape(-1, layout.shape[1])
-    y = linear(rows, values.view(layout.values_shape), layout, bias, activation)
+    y = linear(rows, values.reshape(layout.values_shape), layout, bias, activation)
     return y.view(x.shape[0], *x.shape[2:], layout.shape[0]).movedim(-1, 1)
 
 
