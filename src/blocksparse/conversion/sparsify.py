@@ -23,6 +23,7 @@ from ..surgery.model_tools import check_model, copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
 from ..surgery.replace import replace_with_sparse
+from .padding import leave_larger_dense, smaller_than_a_block, weights_with_large_blocks
 from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection, padded_size
 from .sparser import dense_name, drop_blocks, stored_weights
 from .speed import KEEPS_ALL, Example, Speed, checked_tokens, keep_faster
@@ -30,9 +31,6 @@ from .zeros import BLOCK_SIZES, BlockSizes, layouts_of_zeros
 
 # A warning reports densities that miss the target by more than this fraction of it.
 DENSITY_TOLERANCE = 0.1
-
-# A weight of a linear layer is too narrow for its blocks if they store more than this many times its parameters.
-MUCH_LARGER = 1.5
 
 SPARSE_ALREADY = "it is block-sparse already: sparsify its layer alone, or densify it first"
 
@@ -171,10 +169,12 @@ def sparsify(
         candidates = survey_weights(model, block, skip)
     leaves_larger = force and layouts is None and not isinstance(density, Mapping)
     if leaves_larger:
-        candidates = _without_small_convolutions(candidates)
+        small = smaller_than_a_block(candidates.weights)
+        weights = {name: weight for name, weight in candidates.weights.items() if name not in small}
+        candidates = replace(candidates, weights=weights, reasons={**candidates.reasons, **small})
     plan = select_blocks(model, candidates, density, criterion, scope, layouts, batches, limit_loss=not force)
     if leaves_larger:
-        plan = _leave_larger_dense(plan)
+        plan = leave_larger_dense(plan)
     elif not force:
         plan = keep_faster(model, plan, example, tokens)
     fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace, jointly=True)
@@ -435,7 +435,7 @@ def _replace_with_values_of(
 def _warn_if_missed(plan: Plan, can_calibrate: bool = True) -> None:
     """Warn if the density is missed, no weight became sparse, some stay dense unexpectedly, or blocks are too large."""
     selection, target = plan.selection, plan.selection.target_density
-    reached, larger = selection.density_of(plan.layouts), _weights_with_large_blocks(plan)
+    reached, larger = selection.density_of(plan.layouts), weights_with_large_blocks(plan)
     if not plan.layouts:
         head = "nothing became block-sparse"
     elif abs(reached - target) > DENSITY_TOLERANCE * target + selection.rounding:
@@ -465,67 +465,3 @@ def _with_padding(weight: Prunable, reason: str) -> str:
     if padded == size or not reason.startswith(KEEPS_ALL):
         return reason
     return f"{reason}, {padded:,} parameters with padding and {size:,} without: use smaller blocks or skip="
-
-
-def _without_small_convolutions(candidates: Survey) -> Survey:
-    """Leave out the convolutions that are smaller than one block, unless there would be no other weights."""
-    small = {
-        name: Unexpected(
-            _larger_than_dense(weight.blocks.size, weight.tensor.numel(), " or more", ", so it stays dense")
-        )
-        for name, weight in candidates.weights.items()
-        if weight.blocks.taps > 1 and weight.blocks.size > weight.tensor.numel()
-    }
-    if len(small) == len(candidates.weights):
-        return candidates
-    weights = {name: weight for name, weight in candidates.weights.items() if name not in small}
-    return replace(candidates, weights=weights, reasons={**candidates.reasons, **small})
-
-
-def _leave_larger_dense(plan: Plan) -> Plan:
-    """Leave the weights dense that padding makes much larger, unless there would be no other weights."""
-    larger = {
-        name: _larger_than_dense(stored, dense, so=", so it stays dense")
-        for name, (stored, dense) in _larger_weights(plan).items()
-    }
-    if not larger or len(larger) == len(plan.layouts):
-        return plan
-    plan = plan.leave_dense(larger)
-    plan = replace(plan, unexpected={**plan.unexpected, **larger})
-    return replace(plan, layouts=plan.selection.layouts(plan.layouts))
-
-
-def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
-    """Return the weights that padding makes much larger: convolutions, and what takes a tenth of all blocks kept."""
-    weights = plan.selection.weights
-    most = DENSITY_TOLERANCE * plan.selection.target_density * sum(each.tensor.numel() for each in weights.values())
-    return {
-        name: _larger_than_dense(stored, dense)
-        for name, (stored, dense) in _larger_weights(plan).items()
-        if weights[name].blocks.taps > 1 or stored - dense > most
-    }
-
-
-def _larger_weights(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return the parameters in blocks and when dense of the weights that padding makes much larger, by name.
-
-    In blocks of 32 x 32, a weight of 10 x 1024 stores up to three times its parameters. Convolutions count if they are
-    larger at all, since they multiply padding at each pixel.
-    """
-    if plan.selection.target_density == 1:
-        return {}
-    weights = plan.selection.weights
-    sizes = {
-        name: (layout.nnz * weights[name].blocks.size, weights[name].tensor.numel())
-        for name, layout in plan.layouts.items()
-    }
-    return {
-        name: (stored, dense)
-        for name, (stored, dense) in sizes.items()
-        if stored > dense * (1 if weights[name].blocks.taps > 1 else MUCH_LARGER)
-    }
-
-
-def _larger_than_dense(stored: int, dense: int, more: str = "", so: str = "") -> str:
-    """Say that a weight takes more parameters in blocks."""
-    return f"stores {stored:,} parameters{more}, {dense:,} when dense{so}: use smaller blocks or skip="
