@@ -148,10 +148,9 @@ def propose(
         if name != "seed":
             raise BlockSparseError.expected(f"--{name}", f"none: {DESIGN} chooses it", DESIGN)
     if features is None or params is None:
-        got = (
-            "neither" if features is params else f"--params {params}" if features is None else f"--features {features}"
-        )
-        raise BlockSparseError.expected(DESIGN, "--features N --params N", got)
+        both = {"--features": features, "--params": params}
+        got = " ".join(f"{name} {value}" for name, value in both.items() if value is not None)
+        raise BlockSparseError.expected(DESIGN, "--features N --params N", got or "neither")
     return topology.design(features, parse_count(params), block_size, objective, **options)
 
 
