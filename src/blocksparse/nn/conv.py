@@ -51,13 +51,14 @@ class ConvolutionModule(LayoutModule):
 
     def _convolve(self, x: Tensor, bias: Tensor | None, activation: str | None, **steps: Any) -> Tensor:
         """Return the convolution, with x and bias padded to the layout's channels, without the outputs of padding."""
-        out_channels, in_channels = self.layout.shape
+        layout = self.layout
+        out_channels, in_channels = layout.shape
         if in_channels != self.in_channels:
             x = F.pad(x, [0, 0] * self.axes + [0, in_channels - self.in_channels])
         if bias is not None and out_channels != self.out_channels:
             bias = F.pad(bias, (0, out_channels - self.out_channels))
         steps |= {"stride": self.stride, "dilation": self.dilation, "activation": activation}
-        y: Tensor = self.function(x, self.values, self.layout, bias, **steps)
+        y: Tensor = self.function(x, self.values, layout, bias, **steps)
         return y if out_channels == self.out_channels else y.narrow(-self.axes - 1, 0, self.out_channels)
 
     def _check(self, x: Any) -> None:

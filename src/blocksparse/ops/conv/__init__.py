@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 Ints = int | Sequence[int]
+# How to move the channels of `[n, channels, *space]` to the end, and back.
+_MOVES = {1: ((0, 2, 1), (0, 2, 1)), 2: ((0, 2, 3, 1), (0, 3, 1, 2)), 3: ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3))}
 _AXES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
@@ -204,14 +206,18 @@ def _conv(
     output_padding: Ints | None = None,  # of a transposed convolution only
 ) -> Tensor:  # fmt: skip
     """Check the arguments of every convolution and call the op on `[n, *space, channels]`."""
-    if gate is None:
-        y = _one_tap(dims, x, values, layout, bias, (stride, padding, dilation, output_padding or 0), activation)
-        if y is not None:
-            return y
-    check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
-    if gate is not None:
-        values, layout = apply_gate(values, layout, gate)
-    x, values, bias = autocast(x, values, bias)
+    direct = (
+        gate is None
+        and isinstance(layout, BlockLayout)
+        and isinstance(x, Tensor)
+        and isinstance(values, Tensor)
+        and can_bypass_dispatcher(x, values, bias, plain_call=True)
+    )
+    if not direct:
+        check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
+        if gate is not None:
+            values, layout = apply_gate(values, layout, gate)
+        x, values, bias = autocast(x, values, bias)
     check_shapes(dims, x, values, layout, bias)
     check_same(x, values, bias)
     check_activation(activation, ACTIVATIONS)
@@ -226,40 +232,32 @@ def _conv(
     else:
         before, size = output_size(space, kernel, *steps, padding)
 
-    # The gradient of gelu and silu needs their input: unfused it is saved, fused it would be computed again.
-    fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
-    options = False, transposed, size, steps[0], before, steps[1], fused
-    y = CONV((batch.movedim(1, -1), values, bias), layout, options)
-    if fused != activation:
-        y = ACTIVATIONS[activation](y)
-    y = y.movedim(-1, 1)
-    if not is_channels_last(batch):
-        y = y.contiguous()
+    channels_last = is_channels_last(batch)
+    last, first = _MOVES[dims]
+    if direct and channels_last and x.is_cpu and _is_pointwise(space, size, kernel, steps[0], before):
+        y = _pointwise(batch, values, layout, bias, activation)
+    else:
+        # The gradient of gelu and silu needs their input: unfused it is saved, fused it would be computed again.
+        fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
+        options = False, transposed, size, steps[0], before, steps[1], fused
+        y = (CONV.direct if direct else CONV)((batch.permute(last), values, bias), layout, options)
+        if fused != activation:
+            y = ACTIVATIONS[activation](y)
+        y = y.permute(first)
+        if not channels_last:
+            y = y.contiguous()
     return y if batch is x else y.squeeze(0)
 
 
-def _one_tap(
-    dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, steps: Sequence[Any],
-    activation: str | None,
-) -> Tensor | None:  # fmt: skip
-    """Return an eager convolution with one tap and no stride or padding, a linear product of channels-last images.
+def _is_pointwise(
+    space: Sequence[int], size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], before: Sequence[int]
+) -> bool:
+    """Return whether each output is made of the one input at its position, which is a linear product."""
+    return max(kernel) == max(stride) == 1 and max(before) == 0 and tuple(size) == tuple(space)
 
-    None if the call is another one, or wrong. The op would compute this product too; its checks take longer.
-    """
-    if not isinstance(layout, BlockLayout) or not can_bypass_dispatcher(x, values, bias, plain_call=True):
-        return None
-    usual = 1, 0, 1, 0  # stride, padding, dilation, output_padding
-    if (
-        any(step != one and step != (one,) * dims for step, one in zip(steps, usual, strict=True))
-        or x.dim() != dims + 2
-        or not x.is_cpu
-        or not is_channels_last(x)
-        or values.shape != (*layout.values_shape, *(1,) * dims)
-        or x.shape[1] != layout.shape[1]
-        or 0 in x.shape
-        or any(tensor is not None and tensor.dtype != x.dtype for tensor in (values, bias))
-    ):
-        return None
+
+def _pointwise(x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Return a convolution with one tap as a linear product. The op would do so too; its way takes longer."""
     rows = x.movedim(1, -1).reshape(-1, layout.shape[1])
     y = linear(rows, values.reshape(layout.values_shape), layout, bias, activation)
     return y.view(x.shape[0], *x.shape[2:], layout.shape[0]).movedim(-1, 1)
@@ -320,14 +318,18 @@ def _transposed_size(
 
 def per_axis(name: str, value: Any, dims: int, least: int, names: bool = False) -> list[int]:
     """Return one int per axis from an int or a sequence; refuse ints below `least`."""
-    ints = list(value) if isinstance(value, tuple | list) else [value] * dims
+    ints = list(value) if isinstance(value, tuple | list) else [value]
     ints = ints * dims if len(ints) == 1 else ints
-    if len(ints) != dims or not all(is_int(n) and least <= n < 2**31 for n in ints):
-        also = ', "same" or "valid"' if names else ""
-        raise BlockSparseError.expected(
-            name, f"an int, {least} or more and below 2^31, or {dims} of them{also}", repr(value)
-        )
-    return [int(number) for number in ints]
+    if len(ints) == dims:
+        for number in ints:
+            if not (is_int(number) and least <= number < 2**31):
+                break
+        else:
+            return [int(number) for number in ints]
+    also = ', "same" or "valid"' if names else ""
+    raise BlockSparseError.expected(
+        name, f"an int, {least} or more and below 2^31, or {dims} of them{also}", repr(value)
+    )
 
 
 def check_shapes(dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None) -> None:

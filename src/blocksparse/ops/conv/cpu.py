@@ -10,7 +10,7 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..cpu_core import DTYPES, address
 from ..cpu_plan import block_plan
-from .plan import Axis, channel_plan, packed_taps, runs, three_axes
+from .plan import Axis, channel_plan, core_plan
 
 unsupported_reason = cpu_core.unsupported_reason
 
@@ -21,26 +21,24 @@ def conv(
 ) -> torch.Tensor:  # fmt: skip
     """Return activation(W * x + bias) `[n, *space, channels]`; the axes have sizes, strides, padding and dilation."""
     x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
+    bias = None if bias is None else bias.contiguous()
     dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
-    input, output, kernel = _sizes(axes)
+    plan, rows = core_plan(tuple(axes), transposed), channel_plan(layout, transpose)
+    (input, output, kernel), three = plan.sizes, plan.three
     from_size, to_size = (output, input) if transposed else (input, output)
-    x_address = address("x", x, (images, *from_size, in_channels), dtype)
-    values_address = address("values", values, (*layout.values_shape, *kernel), dtype)
-    bias = None if bias is None else bias.contiguous()
-    y = workspace.empty((images, *to_size, out_channels), dtype, x.device)
-    axes = three_axes(axes)
-    input, output, kernel = _sizes(axes)
-    plan = channel_plan(layout, transpose)
+    y_shape = images, *to_size, out_channels
+    y = workspace.empty(y_shape, dtype, x.device)
     cpu_core.core().conv(
         isa=cpu_core.isa(), dtype=DTYPES[dtype], activation=activation or "none", transpose=transpose,
-        block=layout.block_shape, kernel=kernel, images=images,
-        x=x_address, x_size=output if transposed else input, in_channels=in_channels, values=values_address,
+        block=layout.block_shape, kernel=three.kernel, images=images,
+        x=address("x", x, (images, *from_size, in_channels), dtype),
+        x_size=three.output if transposed else three.input, in_channels=in_channels,
+        values=address("values", values, (*layout.values_shape, *kernel), dtype),
         bias=address("bias", bias, (out_channels,), dtype),
-        y=address("y", y, (images, *to_size, out_channels), dtype), y_size=input if transposed else output,
-        out_channels=out_channels,
-        axes=[runs(axis, transposed, cut).packed for cut in (True, False) for axis in axes],
-        start=plan.start, col=plan.col, position=plan.block, order=plan.order,
+        y=address("y", y, y_shape, dtype), y_size=three.input if transposed else three.output,
+        out_channels=out_channels, axes=plan.runs,
+        start=rows.start, col=rows.col, position=rows.block, order=rows.order,
     )  # fmt: skip
     return y
 
@@ -52,25 +50,17 @@ def conv_wgrad(
     grad, x = grad.contiguous(), x.contiguous()
     dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape
-    input, output, kernel = _sizes(axes)
+    plan, blocks = core_plan(tuple(axes), transposed), block_plan(layout)
+    (input, output, kernel), three = plan.sizes, plan.three
     grad_size, x_size = (input, output) if transposed else (output, input)
-    x_address = address("x", x, (images, *x_size, in_channels), dtype)
-    grad_address = address("grad", grad, (images, *grad_size, out_channels), dtype)
     shape = *layout.values_shape, *kernel
     values = workspace.empty(shape, dtype, x.device)
-    axes = three_axes(axes)
-    input, output, kernel = _sizes(axes)
-    plan = block_plan(layout)
     cpu_core.core().conv_wgrad(
         isa=cpu_core.isa(), dtype=DTYPES[dtype], block=layout.block_shape, images=images,
-        grad=grad_address, grad_size=input if transposed else output, out_channels=out_channels, x=x_address,
-        x_size=output if transposed else input, in_channels=in_channels, transposed=transposed,
-        values=address("values", values, shape, dtype), axes=[packed_taps(axis) for axis in axes],
-        row=plan.row, col=plan.col,
+        grad=address("grad", grad, (images, *grad_size, out_channels), dtype),
+        grad_size=three.input if transposed else three.output, out_channels=out_channels,
+        x=address("x", x, (images, *x_size, in_channels), dtype),
+        x_size=three.output if transposed else three.input, in_channels=in_channels, transposed=transposed,
+        values=address("values", values, shape, dtype), axes=plan.taps, row=blocks.row, col=blocks.col,
     )  # fmt: skip
     return values
-
-
-def _sizes(axes: Sequence[Axis]) -> tuple[list[int], list[int], list[int]]:
-    """Return the sizes of input, output and kernel."""
-    return [axis.input for axis in axes], [axis.output for axis in axes], [axis.kernel for axis in axes]

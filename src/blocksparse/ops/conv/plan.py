@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ from ...layout import BlockLayout
 from ..cpu_plan import check_int32
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One axis of space: the sizes of both images, and the parameters that connect them."""
 
     input: int
@@ -208,6 +208,39 @@ def _axes_of(*lists: tuple[int, ...]) -> tuple[Axis, ...]:
 def is_linear(axes: Sequence[Axis]) -> bool:
     """Return whether each position depends only on itself; the convolution is then one linear product."""
     return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.input == axis.output for axis in axes)
+
+
+class Sizes(NamedTuple):
+    """The sizes of both images and of the kernel, axis by axis."""
+
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    kernel: tuple[int, ...]
+
+    @classmethod
+    def of(cls, axes: Sequence[Axis]) -> Sizes:
+        return cls(*zip(*(axis[:3] for axis in axes), strict=True))
+
+
+class CorePlan(NamedTuple):
+    """A convolution's axes as the compiled core takes them: always three, those that are missing have one position."""
+
+    sizes: Sizes  # of the axes that there are
+    three: Sizes
+    runs: list[np.ndarray]  # for products: of the three axes with `cut`, then of the three without
+    taps: list[np.ndarray]  # for gradients of the values
+
+
+@lru_cache(maxsize=4096)
+def core_plan(axes: tuple[Axis, ...], transposed: bool) -> CorePlan:
+    """Return the plan of these axes for the compiled core, made once."""
+    three = three_axes(axes)
+    return CorePlan(
+        Sizes.of(axes),
+        Sizes.of(three),
+        [runs(axis, transposed, cut).packed for cut in (True, False) for axis in three],
+        [packed_taps(axis) for axis in three],
+    )
 
 
 def three_axes(axes: Sequence[Axis]) -> list[Axis]:

@@ -109,7 +109,10 @@ def _empty(images: int, size: Sequence[int], channels: int, dtype: torch.dtype) 
     """Return an empty `[n, height, width, channels]` in memory of planes, which is no view."""
     height, width = size
     area = height * width
-    # This tensor keeps the memory from being given to another thread.
-    numbers = workspace.empty((images * channels * area,), dtype, torch.device("cpu"))
+    count = images * channels * area
     shape, strides = (images, height, width, channels), (channels * area, width, 1, area)
+    if count * dtype.itemsize < workspace.MIN_BYTES:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    # This tensor keeps the memory from being given to another thread.
+    numbers = workspace.empty((count,), dtype, torch.device("cpu"))
     return torch.empty(0, dtype=dtype, device="cpu").set_(numbers.untyped_storage(), 0, shape, strides)

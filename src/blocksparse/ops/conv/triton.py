@@ -405,7 +405,7 @@ def _schedule(
 
 def _wgrad_steps(work: Work, last: Axis, taps: int, gpu: Gpu) -> list[tuple[int, int]]:
     """Return the steps of each kind of tile of wgrad: `block_k` and the lanes of a block, as in `wgrad_tasks`."""
-    kinds = (_wgrad_tile(work, replace(last, output=outputs), gpu) for outputs in (*POSITIONS, 1))
+    kinds = (_wgrad_tile(work, last._replace(output=outputs), gpu) for outputs in (*POSITIONS, 1))
     return [*dict.fromkeys((tile.block_k, taps // shared.taps) for tile, shared in kinds)]
 
 

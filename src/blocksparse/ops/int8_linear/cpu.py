@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -112,6 +111,6 @@ def product(
         plan=row_plan(layout, False), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens,
         x=rows, blocks=address("values", weights.blocks, (layout.nnz, block_bytes), torch.int8),
         row_scales=address("scales", row_scales, (layout.grid[0], 2, padded_out), torch.int32), padded_out=padded_out,
-        bias=address("bias", bias, (out_features,), x.dtype), y=y_address, axes=[astuple(axis) for axis in axes],
+        bias=address("bias", bias, (out_features,), x.dtype), y=y_address, axes=list(axes),
     )  # fmt: skip
     return y
