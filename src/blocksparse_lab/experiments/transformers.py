@@ -28,12 +28,16 @@ WINDOWS = 16  # of the measured inference
 
 @dataclass(frozen=True)
 class TransformerContender:
-    """A transformer with its learning rate, how it becomes sparse if it starts dense, and how its blocks move."""
+    """A transformer with its learning rate, how it becomes sparse if it starts dense, and how its blocks move.
+
+    `steps` are those of the experiment if None.
+    """
 
     config: GPTConfig
     learning_rate: float
     pruning: Pruning | None = None
     growth: Growth | None = None
+    steps: int | None = None
 
     @property
     def begins(self) -> GPTConfig:
@@ -72,8 +76,9 @@ class TransformerExperiment(CorpusExperiment):
         graph = self.settings.cuda_graph and (of.growth is None or of.growth.method == FIXED)
         device = self.settings.device if torch.cuda.is_available() else "cpu"
         s = replace(
-            self.settings, model=model, learning_rate=of.learning_rate, seed=seed, device=device, cuda_graph=graph
-        )
+            self.settings, model=model, learning_rate=of.learning_rate, seed=seed, device=device, cuda_graph=graph,
+            steps=of.steps or self.settings.steps,
+        )  # fmt: skip
         task: Task = gpt.GPTTask(gpt.network(model), data, s.steps, s.batch, s.evaluated, device_of(s.device))
         if of.pruning is not None:
             task = PruneTask(task, of.pruning, s.steps, seed)
@@ -219,6 +224,7 @@ def _methods(text: str) -> TransformerExperiment:
         text=text,
         contenders={
             "dense": TransformerContender(dense, 0.004),
+            "dense, equal seconds": TransformerContender(dense, 0.004, steps=4880),
             "fixed": TransformerContender(wide, 0.008),
             "fixed, rates by density": moves("fixed", 0.001, by_density=True),
             "SET": moves("set"),
@@ -231,6 +237,7 @@ def _methods(text: str) -> TransformerExperiment:
             "prune and regrow, topology": moves(GRADUAL, growth="topology", **gradual),
         },
         minutes=40,
+        longer={"dense, equal seconds": 64},
         timed=False,
         settings=gpt.GPTSettings(
             steps=3050,
