@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from blocksparse.measure import Call, geometric_mean, host_clock
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.linear import LinearBench, LinearCase
 from blocksparse_lab.bench.linear_specs import LinearSpec
-from targets.rows import Race, Row, RowIterator, timing_options, unmeasured_row
+from targets.rows import Race, Row, RowIterator, set_threads, timing_options, unmeasured_row
 
 VARIABLE = "BLOCKSPARSE_LIBXSMM"
 BUILT = Path(__file__).parents[2] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
@@ -238,14 +237,3 @@ def library() -> Library:
         return _load(path)
     except (OSError, AttributeError) as error:
         raise BlockSparseError(f"{path} does not load: {error}") from error
-
-
-@contextmanager
-def set_threads(count: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads within the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -134,6 +136,17 @@ def race(
 ) -> Race:
     """Time calls on the CPU in turn."""
     return Race(alternate(calls, rounds=rounds, budget=budget, clock=clock))
+
+
+@contextmanager
+def set_threads(count: int) -> Iterator[None]:
+    """Set the number of PyTorch's threads within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def timing_options(budget: float, quick: bool) -> dict[str, Any]:
