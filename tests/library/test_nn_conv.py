@@ -368,3 +368,21 @@ def test_two_shuffled_layers_connect_all():
     assert (wide.sum(1) == 4).all()
     with pytest.raises(bs.BlockSparseError, match=r"groups: expected a divisor of both sides of the grid \(8, 16\)"):
         bs.patterns.shuffled_block_diagonal((64, 128), 8, groups=3)
+
+
+@pytest.mark.parametrize("size", [11, ("11", "11"), (11.0, 11.0), (None, 11)], ids=repr)
+def test_output_sizes_of_other_kinds_are_refused(size):
+    layer = bs.nn.ConvTranspose2d(24, 16, 3, stride=2, block_size=8)
+    with pytest.raises(bs.BlockSparseError, match="output_size: expected an int for each of 2 axes"):
+        layer(torch.randn(2, 24, 5, 5), size)
+
+
+def test_the_groups_of_torch_are_no_dilation():
+    with pytest.raises(TypeError, match="positional"):
+        bs.nn.ConvTranspose2d(64, 64, 3, 1, 1, 0, 2)  # groups=2 of torch.nn.ConvTranspose2d
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_torch_jit_trace_is_refused():
+    with pytest.raises(bs.BlockSparseError, match=r"torch.jit.trace: expected torch.export.export\(model, args\)"):
+        torch.jit.trace(bs.nn.Conv2d(16, 16, 3, block_size=8), torch.randn(2, 16, 8, 8))

@@ -1,7 +1,9 @@
 """Refusals of bad input by the products on layouts, and of direct calls that would read beyond their operands."""
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import blocksparse as bs
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
@@ -56,6 +58,8 @@ CONV = [
     ({"dilation": -1}, "dilation: expected an int, 1 or more"),
     ({"padding": -1}, "padding: expected an int, 0 or more.*got -1"),
     ({"padding": "full"}, "padding: expected .*got 'full'"),
+    ({"padding": np.array([1, 1])}, r"padding: expected an int.*got array\(\[1, 1\]\)"),
+    ({"x": nn.UninitializedParameter()}, "x: expected a tensor with a shape, got an uninitialized"),
 ]
 SIZES = [
     (
@@ -64,6 +68,9 @@ SIZES = [
         r"x: expected a padded image of at least .*\(3, 3\).*got \(2, 7\)",
     ),
     (bs.conv2d, {"dilation": 3}, r"x: expected a padded image of at least the kernel's reach, \(7, 7\)"),
+    (bs.conv2d, {"padding": 2**31 - 1}, r"expected an output of less than 2\^31 positions per axis, got \[4294967298"),
+    (bs.conv_transpose2d, {"stride": 2**31 - 1}, r"expected an output of less than 2\^31 positions per axis"),
+    (bs.conv_transpose2d, {"output_padding": None}, "output_padding: expected an int, 0 or more.*got None"),
     (bs.conv2d, {"padding": "same", "stride": 2}, r'stride: expected 1 for each axis with .*"same", got \(2, 2\)'),
     (bs.conv_transpose2d, {"output_padding": 1}, "output_padding: expected less than the stride"),
     (bs.conv_transpose2d, {"padding": 5}, r"padding: expected a non-empty output .*got \(5, 5\)"),

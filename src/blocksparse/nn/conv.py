@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..checked import shape_of
+from ..checked import is_int, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import check_activation
@@ -171,9 +171,9 @@ class _Conv(PaddedConvolutionModule, Convolution):
         super().__init__(channels, kernel_size, stride, dilation, layout, bias, activation, device, dtype)
         if padding_mode not in PADDING_MODES:
             raise BlockSparseError.expected("padding_mode", f"one of {', '.join(PADDING_MODES)}", repr(padding_mode))
-        if padding == "same" and any(step != 1 for step in self.stride):
+        named = isinstance(padding, str) and padding in ("same", "valid")
+        if named and padding == "same" and any(step != 1 for step in self.stride):
             raise BlockSparseError.expected("stride", '1 for each axis with padding "same"', self.stride)
-        named = padding in ("same", "valid") if isinstance(padding, str) else False
         self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
@@ -255,8 +255,8 @@ class _ConvTranspose(Convolution):
         stride: Ints = 1,
         padding: Ints = 0,
         output_padding: Ints = 0,
-        dilation: Ints = 1,
         *,
+        dilation: Ints = 1,
         layout: BlockLayout | None = None,
         density: float | None = None,
         block_size: int | tuple[int, int] = 32,
@@ -290,6 +290,10 @@ class _ConvTranspose(Convolution):
 
     def output_padding_for(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
         """Return the padding that gives outputs of this size, as torch.nn.ConvTranspose2d does."""
+        if not isinstance(output_size, Sequence) or not all(
+            is_int(n) or isinstance(n, torch.SymInt) for n in output_size
+        ):
+            raise BlockSparseError.expected("output_size", f"an int for each of {self.axes} axes", repr(output_size))
         expected = tuple(output_size)[-self.axes :]
         axes = zip(x.shape[-self.axes :], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)
         least = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in axes)
@@ -304,7 +308,7 @@ class ConvTranspose2d(_ConvTranspose):
 
     Args:
         in_channels, out_channels, kernel_size: sizes; the module pads channels to multiples of the block.
-        stride, padding, output_padding, dilation: as in torch.nn.ConvTranspose2d, but dilation is the next positional.
+        stride, padding, output_padding, dilation: as in torch.nn.ConvTranspose2d; dilation is given by name.
         layout: the stored blocks of the padded `[out_channels, in_channels]`.
         density, block_size, bias, activation, device, dtype: as for `Conv2d`, as is the initialisation.
 

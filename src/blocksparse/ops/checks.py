@@ -30,6 +30,8 @@ def check_kinds(layout: Any, **tensors: Any) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
+        if not torch.compiler.is_compiling() and torch.nn.parameter.is_lazy(tensor):
+            raise BlockSparseError.expected(name, "a tensor with a shape", f"an uninitialized {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
             got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise BlockSparseError.expected(name, "a plain dense tensor", got)
@@ -136,6 +138,13 @@ def refuse_onnx(name: str) -> None:
     if (torch.compiler.is_exporting() or torch.jit.is_tracing()) and _is_in_onnx_export():
         expected = "blocksparse.export_onnx(model, args, file), which writes dense weights"
         raise BlockSparseError.expected("torch.onnx.export", expected, f"a model with blocksparse's {name}")
+
+
+def refuse_jit_trace(name: str) -> None:
+    """Refuse calls while torch.jit.trace records a model: it would fix the sizes of images, or fail inside PyTorch."""
+    if torch.jit.is_tracing() and not _is_in_onnx_export():
+        expected = "torch.export.export(model, args), or torch.compile(model)"
+        raise BlockSparseError.expected("torch.jit.trace", expected, f"a model with blocksparse's {name}")
 
 
 def _is_in_onnx_export() -> bool:

@@ -12,7 +12,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..block_gate import apply_gate
-from ..checks import autocast, check_activation, check_kinds, check_same
+from ..checks import autocast, check_activation, check_kinds, check_same, refuse_jit_trace
 from ..linear import linear
 from ..registry import can_bypass_dispatcher, needs_grad
 from .op import CONV
@@ -163,7 +163,7 @@ def conv_transpose2d(
         >>> bs.conv_transpose2d(torch.randn(2, 128, 14, 14), values, layout, stride=2, padding=1).shape
         torch.Size([2, 64, 28, 28])
     """
-    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
+    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, gate, True, output_padding)
 
 
 def conv_transpose1d(
@@ -180,7 +180,7 @@ def conv_transpose1d(
     >>> bs.conv_transpose1d(torch.randn(2, 128, 50), torch.randn(*layout.values_shape, 2), layout, stride=2).shape
     torch.Size([2, 64, 100])
     """
-    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
+    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, gate, True, output_padding)
 
 
 def conv_transpose3d(
@@ -197,13 +197,13 @@ def conv_transpose3d(
     >>> bs.conv_transpose3d(torch.randn(2, 32, 3, 4, 5), torch.randn(*layout.values_shape, 3, 3, 3), layout).shape
     torch.Size([2, 16, 5, 6, 7])
     """
-    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
+    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, gate, True, output_padding)
 
 
 def _conv(
     dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, stride: Ints, padding: Ints | str,
     dilation: Ints, activation: str | None, gate: Tensor | None,
-    output_padding: Ints | None = None,  # of a transposed convolution only
+    transposed: bool = False, output_padding: Ints = 0,
 ) -> Tensor:  # fmt: skip
     """Check the arguments of every convolution and call the op on `[n, *space, channels]`."""
     direct = (
@@ -214,6 +214,7 @@ def _conv(
         and can_bypass_dispatcher(x, values, bias, plain_call=True)
     )
     if not direct:
+        refuse_jit_trace("convolutions")
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
             values, layout = apply_gate(values, layout, gate)
@@ -222,7 +223,6 @@ def _conv(
     check_same(x, values, bias)
     check_activation(activation, ACTIVATIONS)
     steps = per_axis("stride", stride, dims, least=1), per_axis("dilation", dilation, dims, least=1)
-    transposed = output_padding is not None
     batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
     space, kernel = batch.shape[2:], values.shape[3:]
     if transposed:
@@ -274,7 +274,7 @@ def output_size(
 ) -> tuple[list[int], list[int]]:
     """Return the padding before each axis and the size of the output; refuse kernels larger than the padded image."""
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    if padding == "same":
+    if isinstance(padding, str) and padding == "same":
         if any(s != 1 for s in stride):
             raise BlockSparseError.expected("stride", '1 for each axis with padding "same"', tuple(stride))
         return [(r - 1) // 2 for r in reach], list(space)
@@ -284,7 +284,8 @@ def output_size(
             raise BlockSparseError.expected("padding", expected, repr(padding))
         before, behind = (per_axis("padding", [pair[i] for pair in padding], len(reach), 0) for i in (0, 1))
     else:
-        before = [0] * len(reach) if padding == "valid" else per_axis("padding", padding, len(reach), 0, names=True)
+        is_valid = isinstance(padding, str) and padding == "valid"
+        before = [0] * len(reach) if is_valid else per_axis("padding", padding, len(reach), 0, names=True)
         behind = before
     size = []
     for n, r, s, p, q in zip(space, reach, stride, before, behind, strict=True):
@@ -294,7 +295,16 @@ def output_size(
                 "x", f"a padded image of at least the kernel's reach, {tuple(reach)} ({kernels})", tuple(space)
             )
         size.append((n + p + q - r) // s + 1)
+    _check_size(size)
     return before, size
+
+
+def _check_size(size: Sequence[int]) -> None:
+    """Refuse an output of 2^31 positions or more along an axis; sizes that are open in a graph are not compared."""
+    if any(isinstance(n, int) and n >= 2**31 for n in size):
+        raise BlockSparseError.expected(
+            "stride, padding, dilation", "an output of less than 2^31 positions per axis", list(size)
+        )
 
 
 def _transposed_size(
@@ -313,6 +323,7 @@ def _transposed_size(
             raise BlockSparseError.expected(
                 "padding", f"a non-empty output from {tuple(space)} with kernel {tuple(kernel)}", tuple(padding)
             )
+    _check_size(size)
     return size
 
 

@@ -24,11 +24,11 @@ def conv(
     bias = None if bias is None else bias.contiguous()
     dtype, images = x.dtype, cpu_core.row_count(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
+    y_shape = images, *(axis.input if transposed else axis.output for axis in axes), out_channels
+    y = workspace.empty(y_shape, dtype, x.device)  # fails before a plan of an image that is too large
     plan, rows = core_plan(tuple(axes), transposed), channel_plan(layout, transpose)
     (input, output, kernel), three = plan.sizes, plan.three
-    from_size, to_size = (output, input) if transposed else (input, output)
-    y_shape = images, *to_size, out_channels
-    y = workspace.empty(y_shape, dtype, x.device)
+    from_size = output if transposed else input
     cpu_core.core().conv(
         isa=cpu_core.isa(), dtype=DTYPES[dtype], activation=activation or "none", transpose=transpose,
         block=layout.block_shape, kernel=three.kernel, images=images,
