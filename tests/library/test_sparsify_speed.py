@@ -354,3 +354,10 @@ def test_a_density_counts_no_convolution_that_is_smaller_than_a_block():
     assert type(sparse[0]) is nn.Conv2d
     assert sparse[2].layout.nnz == 1
     assert isinstance(bs.sparsify(model[:1], 1.0, force=True)[0], bs.nn.Conv2d)
+
+
+def test_a_convolution_is_timed_on_an_image():
+    (((image,), _),) = speed.random_inputs(bs.nn.Conv2d(16, 16, 3, stride=2, block_size=8), 64)
+    assert image.shape == (1, 16, 64, 64)  # outputs 32 x 32
+    (((image,), _),) = speed.random_inputs(bs.nn.Conv3d(16, 16, 1, block_size=8), speed.MAX_TOKENS)
+    assert image.numel() < 1.1 * 16 * speed.MAX_TOKENS

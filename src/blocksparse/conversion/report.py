@@ -151,8 +151,8 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
 
     Args:
         model: any module.
-        tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
-            layer.
+        tokens: rows of the inputs to time with (default 64), or steps of a recurrent layer; a convolution gets an image
+            with 16 times as many output positions.
         example: inputs of the model to time with instead, as for `sparsify`; the whole model is then timed too.
 
     Raises:

@@ -98,8 +98,8 @@ def sparsify(
         force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
             Unless there are densities by name or layouts, a layer stays dense that padding to whole blocks would make
             much larger, such as a first convolution of 3 channels or an output layer of 10 units.
-        tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
-            layer.
+        tokens: rows of the inputs to time with (default 64), or steps of a recurrent layer; a convolution gets an image
+            with 16 times as many output positions.
         example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
             dict of arguments by name. Each module is timed on the inputs it gets, and so is the whole model.
         data: a few hundred samples in batches, a DataLoader say. Weights, biases and batch-norm statistics are then

@@ -37,6 +37,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # More tokens would take gigabytes for layers of a few thousand features.
 MAX_TOKENS = 2**20
 
+# Output positions of a convolution for each token: 64 tokens are an image of 32 x 32.
+POSITIONS_PER_TOKEN = 16
+
 # A module with a smaller measured speed-up stays dense: it might be slower the next time.
 MIN_SPEEDUP = 1.05
 
@@ -157,8 +160,9 @@ class Speed:
 
     Args:
         model: the model, which is left as it is.
-        tokens: rows of the inputs of modules; about as many output positions of a convolution. A recurrent layer is
-            timed on one sequence of this length and on 16 shorter ones, and the smaller speed-up counts.
+        tokens: rows of the inputs of modules; a convolution gets one image with about 16 times as many output
+            positions. A recurrent layer is timed on one sequence of this length and on 16 shorter ones, and the smaller
+            speed-up counts.
         example: inputs of the model, as for `sparsify`; modules are then timed on the inputs that they get.
     """
 
@@ -289,7 +293,7 @@ def random_inputs(module: Any, tokens: int) -> list[Arguments]:
         return [((x.transpose(0, 1).contiguous() if module.batch_first else x,), {}) for x in inputs]
     if isinstance(module, Linear):
         return [((torch.randn(tokens, module.in_features, **like),), {})]
-    side = math.ceil(tokens ** (1 / module.axes))
+    side = math.ceil(min(POSITIONS_PER_TOKEN * tokens, MAX_TOKENS) ** (1 / module.axes))
     reach = [step * (taps - 1) + 1 for step, taps in zip(module.dilation, module.kernel_size, strict=True)]
     spans = [max(side * stride, smallest) for stride, smallest in zip(module.stride, reach, strict=True)]
     return [((torch.randn(1, module.in_channels, *spans, **like),), {})]
