@@ -167,3 +167,14 @@ def test_regrowth_needs_gradients():
     method = GradualBlockPruning(layer, end=4, every=1, density=0.5, regrow=0.3)
     with pytest.raises(bs.BlockSparseError, match=r"^GradualBlockPruning.step\(\): no gradient went through"):
         method.step()
+
+
+def test_a_density_above_that_of_the_layers_is_warned_of():
+    layer = bs.nn.Linear(64, 64, density=0.25, block_size=8)
+    with pytest.warns(bs.SparsityWarning, match="will drop no block: the layers have density 0.25, which is below 0.5"):
+        GradualBlockPruning(layer, density=0.5, end=4)
+
+
+def test_growth_without_regrowing_is_refused():
+    with pytest.raises(bs.BlockSparseError, match="regrow: expected more than 0, so that growth='topology' has an eff"):
+        GradualBlockPruning(bs.nn.Linear(64, 64, block_size=8), density=0.5, end=4, growth="topology")

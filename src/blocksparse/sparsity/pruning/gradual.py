@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checked import boolean, integer, number
-from ...errors import BlockSparseError
+from ...errors import BlockSparseError, warn_user
 from ...layout import BlockLayout
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
@@ -149,14 +150,15 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             linear layers and convolutions can grow blocks, and weights do not move in that iteration. "random": at
             random. "topology": at random by the scores of `CHTs`.
         schedule: "cubic" (default) or "sigmoid", which falls slowly at first, as in CHTss.
-        initial_density: density at `begin`, 1 by default; 0.5 in GraNet and CHTss, for layers that start so.
+        initial_density: density at `begin`, 1 by default. For layers that start sparser give their density, 0.5 in
+            GraNet and CHTss; otherwise nothing is dropped until the schedule has come down to it.
         constant_fan_in: whether all rows of blocks of a weight get equally many blocks, those of the largest norms in
             the row, so that all neurons have equal work; then `scope` and `keep_lines` do not apply. False by default.
             Layers start with all blocks or from `bs.patterns.constant_fan_in`.
 
     Raises:
-        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`; with
-            `constant_fan_in`, a row that has fewer blocks than it is to keep.
+        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`; with `regrow`, as for `RigL`; `growth` without
+            `regrow`; with `constant_fan_in`, a row that has fewer blocks than it is to keep.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -210,10 +212,23 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
                 check_places(weight.layout)
         self._configure(SCHEDULES[schedule](density, begin, end, every, initial_density), norm, scope, trained)
         self.regrow, self.growth = number("regrow", regrow, 0, 1), growth
+        if growth != GROWTHS[0] and not regrow:
+            raise BlockSparseError.expected("regrow", f"more than 0, so that growth={growth!r} has an effect", regrow)
         if self.constant_fan_in:
             self._check_rows(density)
+        self._warn_if_sparser(density)
         if regrow and growth == "gradient":
             self._watch_gradients()
+
+    def _warn_if_sparser(self, density: float) -> None:
+        """Warn if the weights already store fewer blocks than at this density."""
+        layouts = [weight.layout for _, _, weight in self._trained_weights()]
+        present = sum(layout.nnz for layout in layouts) / sum(math.prod(layout.grid) for layout in layouts)
+        if present < density:
+            warn_user(
+                f"GradualBlockPruning will drop no block: the layers have density {present:.3g}, which is below "
+                f"{density:g}. Choose a lower density, or start from denser layers."
+            )
 
     def _check_rows(self, density: float) -> None:
         """Raise a BlockSparseError if a row of blocks has fewer blocks than rows keep at this density."""
