@@ -224,7 +224,7 @@ def _methods(text: str) -> TransformerExperiment:
         text=text,
         contenders={
             "dense": TransformerContender(dense, 0.004),
-            "dense, equal seconds": TransformerContender(dense, 0.004, steps=4880),
+            "dense, 1.6 times the steps": TransformerContender(dense, 0.004, steps=4880),
             "fixed": TransformerContender(wide, 0.008),
             "fixed, rates by density": moves("fixed", 0.001, by_density=True),
             "SET": moves("set"),
@@ -237,7 +237,7 @@ def _methods(text: str) -> TransformerExperiment:
             "prune and regrow, topology": moves(GRADUAL, growth="topology", **gradual),
         },
         minutes=40,
-        longer={"dense, equal seconds": 64},
+        longer={"dense, 1.6 times the steps": 64},
         timed=False,
         settings=gpt.GPTSettings(
             steps=3050,
