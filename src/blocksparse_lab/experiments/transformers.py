@@ -220,8 +220,8 @@ def _methods(text: str) -> TransformerExperiment:
         about=f"A transformer of 0.9 million multiply-adds per byte, dense, or twice as wide with blocks that are "
         f"fixed or move, on {text}. Products are in TF32 on a GPU. Learning rates are the best of four for each, in "
         "runs of 650 steps by the loss of training text; for those at 0.008, the highest was best. The runs shared a "
-        "GPU or a CPU, so their times do not compare; 1.6 times the steps take dense about as long as fixed blocks on a "
-        "quiet Xeon with one thread, and read 1.6 times the text",
+        "GPU or a CPU, so their times do not compare; 1.6 times the steps take dense about as long as fixed blocks on "
+        "a quiet Xeon with one thread, and read 1.6 times the text",
         text=text,
         contenders={
             "dense": TransformerContender(dense, 0.004),

@@ -216,15 +216,16 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             raise BlockSparseError.expected("regrow", f"more than 0, so that growth={growth!r} has an effect", regrow)
         if self.constant_fan_in:
             self._check_rows(density)
-        self._warn_if_sparser(density)
+        if not regrow:
+            self._warn_if_sparser(density)
         if regrow and growth == "gradient":
             self._watch_gradients()
 
     def _warn_if_sparser(self, density: float) -> None:
-        """Warn if the weights already store fewer blocks than at this density."""
+        """Warn if the weights store far fewer blocks than at this density, which a resumed run may have reached."""
         layouts = [weight.layout for _, _, weight in self._trained_weights()]
         present = sum(layout.nnz for layout in layouts) / sum(math.prod(layout.grid) for layout in layouts)
-        if present < density:
+        if present < 0.9 * density:
             warn_user(
                 f"GradualBlockPruning will drop no block: the layers have density {present:.3g}, which is below "
                 f"{density:g}. Choose a lower density, or start from denser layers."
