@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 
-import torch
-
 import blocksparse as bs
 import trained_nets
-from targets.rows import Row, RowIterator, unmeasured_row
+from targets.rows import Row, RowIterator, set_threads, unmeasured_row
 
 SAMPLES, BATCH, DENSITY, BLOCK, THREADS = 384, 32, 0.25, 16, 2
 MOST_SECONDS = 120.0
@@ -26,16 +24,12 @@ def rows(seconds: float, quick: bool) -> RowIterator:
         yield unmeasured_row(work, target, error)
         return
     frames, test = trained_nets.tones(samples, 1)[0], trained_nets.tones(1000, 0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with set_threads(THREADS):
         begin = time.monotonic()
         with warnings.catch_warnings(action="ignore", category=bs.SparsityWarning):
             model = bs.sparsify(dense, DENSITY, BLOCK, data=frames.split(BATCH), force=True)
         took = time.monotonic() - begin
         before, after = (trained_nets.pitch_accuracy(each, *test) for each in (dense, model))
-    finally:
-        torch.set_num_threads(threads)
     accuracy = f"; {after:.1f} % of pitches right, dense {before:.1f} %"
     details = {"seconds": took, "dense": before, "accuracy": after}
     yield Row(work, target, f"{took:.1f} s{accuracy}", took <= MOST_SECONDS, details)

@@ -32,7 +32,7 @@ from blocksparse.sparsity import SET, SGD
 from blocksparse_lab.bench.case import OURS, check_errors
 from blocksparse_lab.bench.report import duration
 from blocksparse_lab.models.mlp import SparseMLP
-from targets.rows import Race, Row, RowIterator, race, timing_options
+from targets.rows import Race, Row, RowIterator, race, set_threads, timing_options
 
 PEERS = ("dense", "scipy", "blas")
 # Largest relative L2 difference from our loss and gradients.
@@ -85,12 +85,8 @@ def rows(budget: float = 8.0, quick: bool = False) -> RowIterator:
     differences = problem.check()
     before = torch.get_num_threads()
     for threads in dict.fromkeys((before, 1)):
-        torch.set_num_threads(threads)
-        try:
-            with _limit_blas_threads():
-                samples, details = time_epochs(problem, **timing_options(budget, quick))
-        finally:
-            torch.set_num_threads(before)
+        with set_threads(threads), _limit_blas_threads():
+            samples, details = time_epochs(problem, **timing_options(budget, quick))
         details |= {"threads": threads, "differences": differences}
         for peer in PEERS:
             yield epoch_row(spec, peer, samples, details, has_target=threads == before)
