@@ -218,7 +218,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
             self._check_rows(density)
         if not regrow:
             self._warn_if_sparser(density)
-        if regrow and growth == "gradient":
+        elif growth == "gradient":
             self._watch_gradients()
 
     def _warn_if_sparser(self, density: float) -> None:
