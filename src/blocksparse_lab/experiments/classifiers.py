@@ -339,7 +339,8 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
     penalized["set, no dropout"] = free
     return ClassifierExperiment(
         about=f"Learning rates on {label}, tuned on a validation set: for SET, whose new weights begin at 0 or at "
-        "random values as published, and for dense MLPs with equal weights that are narrow or have one hidden layer",
+        "random values as published, and for dense MLPs with equal weights that are narrow or have one hidden layer"
+        + (". Gradual pruning with regrowth begins with a multiple of the connections" if data in SURPLUSES else ""),
         data=data,
         minutes=MINUTES[data],
         contenders={
@@ -351,6 +352,13 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
             f"{name}, L1 {strength:g}": replace(one, l1=strength)
             for name, one in penalized.items()
             for strength in STRENGTHS.get(data, ())
+        }
+        | {
+            f"prune and regrow, {times} times, {rate:g}": replace(
+                recipe, method="gradual", surplus=times, learning_rate=rate
+            )
+            for times in SURPLUSES.get(data, ())
+            for rate in REGROWN_RATES
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
@@ -392,6 +400,8 @@ SIZES = {
 # 0.03 was the best rate of some nets.
 RATES = dict.fromkeys(("madelon", "higgs", "cifar10"), (0.003, 0.01, 0.03, 0.1))
 STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
+SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
+REGROWN_RATES = (0.03, 0.05)
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
