@@ -347,6 +347,9 @@ def test_int8_modules_refuse_states_that_miss_something_and_stay_as_they_are(cas
             wrong = {name: tensor[1:] if name.endswith(changed) else tensor for name, tensor in state.items()}
             with pytest.raises(RuntimeError, match=changed):
                 small.load_state_dict(wrong, strict=strict)
+            wrong = {name: "x" if name.endswith(changed) else tensor for name, tensor in state.items()}
+            with pytest.raises(RuntimeError, match=f"{changed}: expected a dense tensor, got str"):
+                small.load_state_dict(wrong, strict=strict)
         with pytest.raises(RuntimeError, match=r"of blocksparse\.quantize"):
             small.load_state_dict(case.make().state_dict(), strict=strict)
         assert all(torch.equal(small.state_dict()[name], tensor) for name, tensor in before.items())

@@ -397,6 +397,8 @@ def test_a_saved_model_is_loaded_into_the_dense_one(sparse, tmp_path):
     x = torch.randn(3, 16, 4, 4)
     assert torch.equal(again(x), sparse(x))
     assert layouts_of(again) == layouts_of(sparse)
+    parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in sparse.state_dict().items()}
+    assert torch.equal(bs.load_sparsified(net().eval(), parameters)(x), sparse(x))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------

@@ -204,7 +204,12 @@ class Odd(torch.optim.SGD):
         ({"module": nn.Linear(2, 2)}, "module: expected one with a block-sparse weight, got Linear"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected an optimizer with "),
         ({"optimizer": "sgd"}, "optimizer: expected a torch.optim.Optimizer, got str"),
-        ({"new": torch.ones(2, 1, 1)}, r"new: expected \[1, 1, 1\], got \[2, 1, 1\]"),
+        ({"new": torch.ones(2, 1, 1)}, r"new: expected a tensor \[1, 1, 1\], got \[2, 1, 1\]"),
+        ({"new": [[[1.0]]]}, r"new: expected a tensor \[1, 1, 1\], got list"),
+        ({"new": torch.ones(1, 1, 1, dtype=torch.complex64)}, "new: expected real numbers with data, got torch.comp"),
+        ({"new": torch.ones(1, 1, 1, device="meta")}, "new: expected real numbers with data, got .* on meta"),
+        ({"new": lambda positions: torch.ones(3, 1, 1)}, r"what the function `new` returns: expected a tensor \[1, "),
+        ({"on_layout_change": 3}, "on_layout_change: expected a function"),
         ({"drop": [9]}, "drop: expected"),
         ({"rows": [0], "cols": [1]}, "rows and cols: expected blocks that the layout does not have"),
         ({"rows": [0, 1], "cols": [2, 2]}, None),
@@ -222,6 +227,29 @@ def test_bad_arguments_change_nothing(change, message):
         bs.sparsity.rewire(**arguments)
     assert layer.layout is layout
     assert torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], torch.tensor([0])), "tensor: expected a tensor"),
+        ((torch.ones(3), [0, 1]), "source: expected an int64 vector"),
+        ((torch.ones(3), torch.tensor([0.5])), "source: expected an int64 vector"),
+        ((torch.ones(3), torch.tensor([3])), "source: expected positions below 3 of blocks, or -1 for new ones, got 3"),
+        ((torch.ones(3), torch.tensor([2**32 + 2])), "source: expected positions below 3"),
+        ((torch.ones(3), torch.tensor([0, -1]), torch.ones(2)), r"new: expected a tensor \[1\]"),
+    ],
+)
+def test_blocks_are_remapped_only_from_positions_that_exist(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsity.remap_blocks(*arguments)
+
+
+@pytest.mark.full  # 2 GB
+def test_blocks_are_remapped_from_positions_above_int32():
+    blocks = torch.zeros(2**31 + 8, dtype=torch.int8)
+    blocks[-1] = 7
+    assert bs.sparsity.remap_blocks(blocks, torch.tensor([0, 2**31 + 7])).tolist() == [0, 7]
 
 
 def test_a_state_that_cannot_follow_is_refused():

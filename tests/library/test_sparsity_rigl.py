@@ -384,6 +384,16 @@ def test_overflows_change_no_layout(gone):
     assert layer.layout == before
 
 
+def test_a_watched_layer_can_become_dense():
+    model = nn.Sequential(bs.nn.Linear(16, 16, density=0.5, block_size=4), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(model, optimizer, end=20, every=2)
+    update(optimizer, model(torch.ones(3, 16)).sum())
+    method.step()  # the next one grows blocks
+    bs.densify(model, inplace=True, optimizer=optimizer)
+    assert model(torch.ones(3, 16)).isfinite().all()
+
+
 def test_an_optimizer_without_steps_of_the_method_raises():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

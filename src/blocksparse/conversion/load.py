@@ -48,7 +48,9 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     own = {name for name, others in tied_names(model).items() if _is_stored_separately(name, others, state)}
     trial = _without_values(model)
     untied = untie_output_layers(trial, own)
-    tied, state = tied_names(trial), dict(state)
+    tied = tied_names(trial)
+    # A parameter would not fit where the model has a buffer.
+    state = {key: value.detach() if isinstance(value, nn.Parameter) else value for key, value in state.items()}
     for name, others in tied.items():
         if different := [other for other in others if _are_different(state.get(name), state.get(other))]:
             got = f"{different[0]} with other values (give each layer a weight of its own first)"

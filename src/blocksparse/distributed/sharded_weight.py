@@ -19,7 +19,7 @@ from ..nn.module import BlockSparseModule
 from ..surgery.optimizer import Measures
 from ..surgery.rows import true_positions
 from ..surgery.sharding import is_dtensor
-from ..surgery.weight_handle import LocalWeight, NewValues, WeightHandle, remap_blocks
+from ..surgery.weight_handle import BlockMove, LocalWeight, NewValues, WeightHandle, remap_blocks
 from .fsdp import record_of, replace_shard, sharded_like
 
 
@@ -168,7 +168,7 @@ class ShardedWeight(WeightHandle):
             source = source[after]
             stays = source >= 0
             source[stays] = torch.from_numpy(np.searchsorted(self.part_positions, source[stays].numpy()))
-        remap: Callable[[Tensor], Tensor] = partial(remap_blocks, source=source)
+        remap: Callable[[Tensor], Tensor] = BlockMove(source)
         grown = source < 0
         if self._shard is not None:
             remap = self._shard.remapping(source.numpy(), self.parameter.shape[0])

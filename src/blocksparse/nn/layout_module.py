@@ -173,6 +173,10 @@ class LayoutModule(nn.Module):
         try:
             entries = {name: state_dict.get(prefix + name) for name in self._state_names}
             loaded = {name: tensor for name, tensor in entries.items() if tensor is not None}
+            for name, tensor in loaded.items():
+                if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                    got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+                    raise BlockSparseError.expected(name, "a dense tensor", got)
             self._load_layout(loaded)
         except BlockSparseError as error:
             errors.append(f"{prefix or type(self).__name__}: {error}")

@@ -52,7 +52,8 @@ def rewire(
 
     Raises:
         BlockSparseError: a module that is not block-sparse; an optimizer without its parameter, or whose state cannot
-            follow (LBFGS); positions that are out of range, repeated, or taken. Nothing is changed then.
+            follow (LBFGS); positions that are out of range, repeated, or taken; new values of another shape, or
+            complex ones of real weights. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 0, 1]], block_size=1))
@@ -64,10 +65,13 @@ def rewire(
     handle = handle_of(module)
     values = handle.parameter
     check_optimizer(optimizer, values, "module.values")
+    if not (on_layout_change is None or callable(on_layout_change)):
+        raise BlockSparseError.expected("on_layout_change", "a function of (module, source)", repr(on_layout_change))
     layout, source = handle.layout.replaced(drop, rows, cols)
-    if isinstance(new, Tensor):
-        if list(new.shape) != [len(rows), *values.shape[1:]]:
-            raise BlockSparseError.expected("new", [len(rows), *values.shape[1:]], list(new.shape))
+    if callable(new) and not isinstance(new, Tensor):
+        new = partial(_values_of_function, new, values)
+    elif new is not None:
+        _check_new("new", new, len(rows), values)
         # Blocks are sorted by row, then by column.
         rows, cols = (torch.as_tensor(lines, device="cpu").long() for lines in (rows, cols))
         new = partial(_values_at, new.detach(), (rows * layout.grid[1] + cols).argsort())
@@ -100,6 +104,23 @@ def _set_layout(
     if on_layout_change is not None:
         on_layout_change(handle.module, source)
     return source
+
+
+def _check_new(name: str, new: Any, count: int, values: Tensor) -> None:
+    """Raise a BlockSparseError unless `new` can be the values of so many new blocks."""
+    shape = [count, *values.shape[1:]]
+    if not isinstance(new, Tensor) or list(new.shape) != shape:
+        got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
+        raise BlockSparseError.expected(name, f"a tensor {shape}", got)
+    if new.is_meta or (new.is_complex() and not values.is_complex()):
+        raise BlockSparseError.expected(name, "real numbers with data", f"{new.dtype} on {new.device}")
+
+
+def _values_of_function(function: Callable[[np.ndarray], Tensor], values: Tensor, positions: np.ndarray) -> Tensor:
+    """Return what the user's function returns for these new blocks, after checks."""
+    new = function(positions)
+    _check_new("what the function `new` returns", new, len(positions), values)
+    return new
 
 
 def _values_at(new: Tensor, order: Tensor, positions: np.ndarray) -> Tensor:

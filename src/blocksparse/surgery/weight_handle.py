@@ -291,11 +291,25 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
         source: int64 `[new nnz]`, as `rewire` returns it.
         new: the data of new blocks, in their order; zeros by default.
 
+    Raises:
+        BlockSparseError: arguments that are no tensors of these shapes, or a source outside of the old blocks.
+
     >>> import torch, blocksparse as bs
     >>> bs.sparsity.remap_blocks(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
     tensor([5., 0., 7.])
     """
-    return BlockMove(source.to(tensor.device))(tensor, new)
+    if not isinstance(tensor, Tensor) or not tensor.dim():
+        raise BlockSparseError.expected("tensor", "a tensor [nnz, ...]", repr(tensor))
+    if not isinstance(source, Tensor) or source.dtype != torch.int64 or source.dim() != 1:
+        raise BlockSparseError.expected("source", "an int64 vector, as `rewire` returns it", repr(source))
+    if source.numel() and not (int(source.min()) >= -1 and int(source.max()) < len(tensor)):
+        expected = f"positions below {len(tensor)} of blocks, or -1 for new ones"
+        raise BlockSparseError.expected("source", expected, f"{int(source.min())} to {int(source.max())}")
+    move = BlockMove(source.to(tensor.device))
+    shape = [move.grown.numel(), *tensor.shape[1:]]
+    if new is not None and (not isinstance(new, Tensor) or list(new.shape) != shape):
+        raise BlockSparseError.expected("new", f"a tensor {shape}", getattr(new, "shape", type(new).__name__))
+    return move(tensor, new)
 
 
 class BlockMove:
@@ -304,7 +318,8 @@ class BlockMove:
     def __init__(self, source: Tensor):
         self.grown = true_positions(source < 0)
         if source.device.type == "cpu":  # NumPy's large arrays are several times as fast as PyTorch's
-            rows = source.numpy().astype(np.int32 if len(source) < 2**31 else np.int64)  # of half the memory
+            rows = source.numpy()
+            rows = rows.astype(np.int32 if rows.max(initial=0) < 2**31 else np.int64)  # of half the memory
             self._rows = torch.from_numpy(np.maximum(rows, 0, out=rows))
         else:
             self._rows = source.clamp(min=0)

@@ -165,7 +165,8 @@ class _WeakHook:
     def __call__(
         self, layer: Linear | Convolution, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
     ) -> None:
-        if (watch := self.watch()) is not None:
+        # `densify` and other changes of the model hand the hooks of a layer to its replacement.
+        if (watch := self.watch()) is not None and layer is watch.layer:
             options = dict(options)
             x, *args = inputs or (options.pop("input"),)
             watch.record(output, x, layer.bias, layer.activation, *args, **options)
