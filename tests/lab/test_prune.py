@@ -231,6 +231,7 @@ def table_of(markdown):
 
 
 @pytest.mark.filterwarnings("ignore:sparsify. some layers stay as they are:blocksparse.SparsityWarning")
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     small = {"block_size": 4, "skip": ("layers.2",)}
     experiment = pruned.ClassifierPruning(
@@ -332,6 +333,7 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:sparsify. some layers stay as they are:blocksparse.SparsityWarning")
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path):
     small = {"block_size": 4, "skip": ("recurrent.weight_ih_l0",)}
     threshold = Pruning("threshold", strength=0.2, **small)

@@ -164,6 +164,7 @@ def test_log_alpha_stays_in_its_range():
     torch.testing.assert_close(log_alpha.detach(), torch.tensor([[math.log(0.01), math.log(100)], [0.5, -1.0]]))
 
 
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 def test_the_optimizer_has_the_gates_until_finish():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
@@ -192,6 +193,7 @@ def test_the_optimizer_has_the_gates_until_finish():
     assert all((p < was).all() for p, was in zip(method.parameters(), before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 def test_sixteen_bits_copies_and_autocast():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()

@@ -288,6 +288,7 @@ def test_arguments_are_checked_before_training(name):
 DENSE = [name for name, (make, _) in METHODS.items() if make is dense and name != "SRSTE"]
 
 
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 @pytest.mark.parametrize("name", DENSE)
 def test_sixteen_bits(name):
     model = dense().bfloat16()
@@ -295,6 +296,29 @@ def test_sixteen_bits(name):
     method.step()
     model = method.finish(early=True)
     assert [layer.values.dtype for layer in (model[0], model[2])] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda model, optimizer: bs.sparsity.GroupLasso(model, optimizer, strength=1e-9), "a higher strength"),
+        (lambda model, optimizer: bs.sparsity.L0Gates(model, optimizer, samples=10), "a higher strength"),
+        (
+            lambda model, optimizer: bs.sparsity.ThresholdPruning(model, optimizer, 1e-9, begin=0, ramp=1, end=2),
+            "a higher q",
+        ),
+    ],
+    ids=["GroupLasso", "L0Gates", "ThresholdPruning"],
+)
+def test_a_method_that_pruned_nothing_says_so(make, advice):
+    model = nn.Linear(64, 64)
+    method = make(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    method.step()
+    method.step()
+    with pytest.warns(
+        bs.SparsityWarning, match=f"{type(method).__name__} pruned no block: use {advice}, or train longer"
+    ):
+        assert method.finish().layout.density == 1
 
 
 def closed_gates(model, optimizer):

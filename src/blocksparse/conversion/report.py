@@ -39,7 +39,8 @@ class Row:
         parameters, dense_parameters: stored parameters, with padding, and parameters of the dense weight; of a tied
             weight only in its first row.
         bytes, dense_bytes: their memory, with the indices of blocks.
-        flops, dense_flops: two per stored parameter, for one token or one output position; 0 for embeddings.
+        flops, dense_flops: two per stored parameter, for one token, or one output position of a convolution; 0 for
+            embeddings.
         speed_up: dense time / block-sparse time of a forward call of the module; None if it is dense or cannot run.
         note: why it stays dense.
     """
@@ -81,7 +82,10 @@ class Report:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Parameters, bytes and FLOPs of the model, as it is and if all weights were dense."""
+        """Parameters, bytes and FLOPs of the model, as it is and if all weights were dense.
+
+        FLOPs of convolutions are those of one position each, so their sum means little; `table` leaves it out.
+        """
         names = ("parameters", "dense_parameters", "bytes", "dense_bytes", "flops", "dense_flops")
         other = {"parameters": self.other_parameters, "bytes": self.other_bytes}
         return {
@@ -119,7 +123,8 @@ class Report:
         for title, which in (("the model", ""), ("if dense", "dense_")):
             parameters, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
             whole = "" if which else _ratio(self.speed_up)
-            foot.append((title, "", "", "", _count(parameters), _bytes(size), _count(work), whole))
+            total = _count(work) if all(len(row.shape) == 2 for row in self.rows) else ""
+            foot.append((title, "", "", "", _count(parameters), _bytes(size), total, whole))
         sizes = [max(map(len, column)) for column in zip(head, *body, *foot, strict=True)]
         right = sum(size + 2 for size in sizes[1:])
         sizes[0] = min(sizes[0], max(width - right, MIN_NAME_WIDTH))

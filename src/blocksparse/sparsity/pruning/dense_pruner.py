@@ -47,6 +47,8 @@ class DensePruner(TrainingMethod):
     """Whether the method supports weights that FSDP2 has sharded."""
     remedy = "a higher density"
     """What errors recommend if a weight would keep no block."""
+    stronger: str | None = None
+    """What a warning recommends if all blocks stay; None for methods with a density as their target."""
 
     def __init__(
         self,
@@ -143,6 +145,8 @@ class DensePruner(TrainingMethod):
             if not early:
                 self._check_end()
             layouts = self.layouts()
+            if self.stronger and all(layout.density == 1 for layout in layouts.values()):
+                warn_user(f"{type(self).__name__} pruned no block: use {self.stronger}, or train longer")
         for name, layout in layouts.items():
             if layout.nnz == 0:
                 raise BlockSparseError(f"{name} would keep no block: use {self.remedy}, or name the weight in skip")

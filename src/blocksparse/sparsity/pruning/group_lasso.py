@@ -59,7 +59,7 @@ class GroupLasso(DensePruner):
     Diamos, Block-sparse recurrent neural networks (2017).
     """
 
-    remedy = "a lower strength"
+    remedy, stronger = "a lower strength", "a higher strength"
 
     def __init__(
         self,

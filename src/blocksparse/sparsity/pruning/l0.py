@@ -95,7 +95,7 @@ class L0Gates(GatedPruner):
     Source: Louizos, Welling, Kingma, Learning sparse neural networks through L0 regularization (2018).
     """
 
-    remedy = "a lower strength"
+    remedy, stronger = "a lower strength", "a higher strength"
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class ThresholdPruning(MaskedPruner):
     Source: Narang, Undersander, Diamos, Block-sparse recurrent neural networks (2017).
     """
 
-    remedy = "a lower q"
+    remedy, stronger = "a lower q", "a higher q"
     schedule: Ramp
 
     def __init__(
