@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -63,6 +64,23 @@ def test_a_plain_file_of_weights(weights, tmp_path):
     assert rows["head.weight"]["note"] == rows["embedding.weight"]["note"] == "skipped"
     assert rows["encoder.0.weight"]["nnz"] == layer.layout.nnz
     assert rows["encoder.0.weight"]["speed_up"] > 0
+
+
+def test_warnings_speak_of_options(weights, monkeypatch):
+    def sparsify(model, **options):
+        lines = [
+            "the density is 0.5",
+            "to go lower, pass data= to calibrate, or force=True and fine-tune",
+            "see help(it)",
+        ]
+        warnings.warn("\n  ".join(lines), bs.SparsityWarning, stacklevel=1)
+        return bs.sparsify(model, **options)
+
+    monkeypatch.setattr(recipe, "sparsify", sparsify)
+    out = run(weights, "--report-only", *OPTIONS).output
+    assert "the density is 0.5" in out
+    assert "to go lower, pass --force and fine-tune, or run blocksparse compress" in out
+    assert "see help" not in out
 
 
 def test_report_only_writes_nothing(weights, tmp_path):

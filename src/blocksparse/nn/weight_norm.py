@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..checked import number
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
+from ..layout import BlockLayout, check_layout
 from ..ops.checks import accumulator, without_autocast
 from ..ops.registry import can_bypass_dispatcher
 from ..ops.weight_norm import can_normalize, normalize
@@ -46,11 +47,13 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
 
     Source: Salimans, Kingma, Weight normalization (2016); `l2_normalize` of openai/blocksparse (2017).
     """
-    if gain is not None and tuple(gain.shape) != layout.shape[:1]:
-        raise BlockSparseError.expected("gain", f"[{layout.shape[0]}] for {layout!r}", list(gain.shape))
+    check_layout(layout)
+    layout.check_values(values)
+    number("epsilon", epsilon, 0)
+    if gain is not None and (not isinstance(gain, Tensor) or tuple(gain.shape) != layout.shape[:1]):
+        raise BlockSparseError.expected("gain", f"[{layout.shape[0]}] for {layout!r}", list(getattr(gain, "shape", ())))
     least = epsilon**0.5
     if values.dim() > 2 and can_normalize(values, gain):
-        layout.check_values(values)
         return normalize(
             values, layout, gain, least, lambda values, layout, gain: _composed(values, layout, gain, least)
         )
@@ -225,6 +228,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
 
     Source: Salimans, Kingma, Weight normalization (2016), section 3.
     """
+    _check_model(model)
     hooks = [
         module.register_forward_pre_hook(_initialise_before, with_kwargs=True)
         for module in model.modules()
@@ -250,6 +254,7 @@ def fold(model: nn.Module) -> nn.Module:
       (0): Linear(in_features=4, out_features=3, bias=True)
     )
     """
+    _check_model(model)
     new = copy.deepcopy(model)
     folded: dict[nn.Module | None, nn.Module]
     folded = {module: module.fold() for module in list(new.modules()) if isinstance(module, Normed)}
@@ -258,3 +263,9 @@ def fold(model: nn.Module) -> nn.Module:
             if child in folded:
                 setattr(parent, name, folded[child])
     return folded.get(new, new)
+
+
+def _check_model(model: Any) -> None:
+    """Raise a BlockSparseError unless this is a module."""
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)

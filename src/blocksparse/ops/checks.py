@@ -56,6 +56,8 @@ def check_tangents(**tensors: Tensor | None) -> None:
 
 def check_same(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
     """Check that all tensors have the dtype and the device of x."""
+    if values.is_floating_point() and not (x.is_floating_point() or x.is_complex()):
+        raise BlockSparseError.expected("x", f"real numbers: x.to({values.dtype})", x.dtype)
     for name, tensor in (("values", values), ("bias", bias)):
         if tensor is None:
             continue

@@ -62,6 +62,7 @@ def hub_load(layout: BlockLayout) -> float:
     >>> bs.topology.hub_load(bs.BlockLayout([[True, True, True], [True, False, False]], block_size=4))
     1.5
     """
+    check_layout(layout)
     if layout.nnz == 0:
         return 0.0
     return max(float(counts.max() / counts.double().mean()) for counts in degrees(layout))

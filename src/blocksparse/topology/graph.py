@@ -98,7 +98,7 @@ def at_level(layout: BlockLayout, level: str) -> BlockLayout:
 
 def check_level(level: str) -> None:
     """Raise a BlockSparseError unless `level` is "block" or "neuron"."""
-    if level not in LEVELS:
+    if not isinstance(level, str) or level not in LEVELS:
         raise BlockSparseError.expected("level", " or ".join(map(repr, LEVELS)), repr(level))
 
 

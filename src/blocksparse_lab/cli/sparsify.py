@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from blocksparse.errors import BlockSparseError
+from blocksparse.errors import BlockSparseError, SparsityWarning
 
 from .terminal import say
+
+# What a message recommends in place of arguments of `blocksparse.sparsify`.
+ADVICE = "pass --force and fine-tune, or run blocksparse compress"
 
 
 def sparsify(
@@ -42,7 +49,8 @@ def sparsify(
     console = Console()
     folder = None if out is None else recipe.folder(out, model)
     stored = recipe.open_model(model)
-    with console.status("measuring which weights are faster block-sparse"):
+    status = console.status("measuring which weights are faster block-sparse")
+    with _warnings_of_the_library(console), status:
         new, made = recipe.sparsify_model(
             stored, tuple(skip or ()), density=density, block_size=block_size, criterion=criterion, scope=scope,
             tokens=tokens, force=force,
@@ -51,3 +59,18 @@ def sparsify(
     if folder is not None:
         path = recipe.save(stored, new, made, folder)
         say(console, f"wrote {path} and report.json")
+
+
+@contextmanager
+def _warnings_of_the_library(console: Console) -> Iterator[None]:
+    """Print warnings of `blocksparse.sparsify` at the end, with the options of this command in place of arguments."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for each in caught:
+        if not issubclass(each.category, SparsityWarning):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            continue
+        lines = [line for line in str(each.message).splitlines() if not line.strip().startswith("see help(")]
+        text = re.sub(r"pass (data= to calibrate, or )?force=True and fine-tune", ADVICE, "\n".join(lines))
+        say(console, text)

@@ -18,7 +18,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
 
 from ..data.text import Text
-from ..models.char_lm import CharLMConfig, width_for
+from ..models.char_lm import USED_BY, CharLMConfig, width_for
 from ..models.gpt import GPTConfig
 from ..recipes import charlm as charlm_recipe
 from ..recipes import finetune as finetune_recipe
@@ -84,6 +84,11 @@ def charlm(
     block = lcm(max(1, model["block_size"]), max(1, model["stride"]))
     usual = max(1, max(1024, 2 * model["projection"] if params is not None else 0) // block) * block
     config = CharLMConfig(**model, width=width if width is not None else usual)
+    ignored = [
+        f"--{name} has no effect with --pattern {config.pattern}, only with {' and '.join(patterns)}"
+        for name, patterns in USED_BY.items()
+        if config.pattern not in patterns and getattr(config, name) != getattr(CharLMConfig, name)
+    ]
     if params is not None:
         wanted = parse_count(params)
         mlp_recipe.check_room(f"params {wanted:,}", wanted)
@@ -98,6 +103,7 @@ def charlm(
         f"[bold]{_describe_net(config)}[/], width {config.width:,}",
         f"{facts['parameters']:,} parameters, recurrent density {facts['density']:.3g}, "
         f"{facts['multiply_adds_per_byte']:,} multiply-adds per byte",
+        *ignored,
         f"{escape(parts.name)}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
     )
 

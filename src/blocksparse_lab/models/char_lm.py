@@ -22,6 +22,13 @@ from .bytes import check_bytes
 
 CELLS = ("lstm", "mlstm", "smallworld")
 PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "random_diagonal", "block_diagonal")
+# The patterns that an option acts on.
+USED_BY = {
+    "m": ("barabasi_albert",),
+    "neighbors": ("watts_strogatz",),
+    "rewire": ("watts_strogatz",),
+    "density": ("random", "random_diagonal", "block_diagonal"),
+}
 LAYOUTS = ("shared", "separate")
 INITS = ("uniform", "identity")
 

@@ -159,10 +159,13 @@ def _read_text(data: Any, data_dir: str | Path | None) -> bytes:
     """Read a text by the path of its file or by its name."""
     if Path(str(data)).is_file():
         return text.read(Path(str(data)))
+    expected = "--data FILE, the text of the run"
+    if data not in corpora.NAMES:
+        raise BlockSparseError.expected("data", expected, f"{data!r}, which is not here")
     try:
         return corpora.load(data, data_dir)
     except BlockSparseError as error:
-        raise BlockSparseError.expected("data", "--data FILE, the text of the run", f"{data!r} ({error})") from error
+        raise BlockSparseError.expected("data", expected, f"{data!r} ({error})") from error
 
 
 def _rows_run(run: Path, about: dict[str, Any], data: Any, data_dir: str | Path | None) -> TrainedRun:

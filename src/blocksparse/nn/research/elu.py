@@ -36,8 +36,9 @@ def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
 
     Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017), after the CReLU of Shang et al. (2016).
     """
-    if x.dim() < 2:
-        raise BlockSparseError.expected("x", "[n, channels, *]", list(x.shape))
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise BlockSparseError.expected("x", "[n, channels, *]", got)
     p = number("p", p, 0, below=1)
     if x.device.type != "cpu" or x.dtype not in SUM_DTYPES or not can_bypass_dispatcher(x):
         return F.dropout(F.elu(torch.cat([x, -x], 1), inplace=True), p)

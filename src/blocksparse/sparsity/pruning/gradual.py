@@ -205,7 +205,7 @@ class GradualBlockPruning(_MagnitudeSelection, GradientGrowth):
         trained = {name: self.blocks[name] for _, name, _ in self._trained_weights()}
         if not isinstance(schedule, str) or schedule not in SCHEDULES:
             raise BlockSparseError.expected("schedule", f"one of {', '.join(SCHEDULES)}", repr(schedule))
-        if growth not in GROWTHS:
+        if not isinstance(growth, str) or growth not in GROWTHS:
             raise BlockSparseError.expected("growth", f"one of {', '.join(GROWTHS)}", repr(growth))
         if regrow and growth == "topology":
             for _, _, weight in self._trained_weights():
