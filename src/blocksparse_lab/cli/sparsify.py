@@ -16,7 +16,7 @@ from blocksparse.errors import BlockSparseError, SparsityWarning
 
 from .terminal import say
 
-# What a message recommends in place of arguments of `blocksparse.sparsify`.
+# Replaces the arguments that messages of `blocksparse.sparsify` recommend.
 ADVICE = "pass --force and fine-tune, or run blocksparse compress"
 
 
