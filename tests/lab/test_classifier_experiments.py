@@ -144,6 +144,7 @@ def test_a_diverged_run_is_left_out_with_its_reason(table, tmp_path, queue, at_w
         assert left_out.group() in markdown
 
 
+@pytest.mark.filterwarnings("ignore:.* will never change a layout:blocksparse.SparsityWarning")
 def test_sparse_training_with_one_thing_changed(table, tmp_path):
     of = classifiers.EXPERIMENTS["sparse-madelon"]
     recipe = replace(table.contenders["set"], epochs=3)

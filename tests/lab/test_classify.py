@@ -217,6 +217,7 @@ def state(layer, optimizer, ema):
     return list(zip(map(tuple, places), momentum, ema["layers.0.values"].flatten().tolist(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* will never change a layout:blocksparse.SparsityWarning")
 def test_in_a_step_of_rigl_no_weight_moves(tmp_path):
     made = task("rigl", epochs=1)
     trainer, _ = train(tmp_path, made, replace(SGD, weight_decay=0))

@@ -140,6 +140,7 @@ def test_many_neurons(tmp_path):
     assert result["facts"]["connections"] == pytest.approx(65_536 + 7 * 1116 + 1118, rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:.* will never change a layout:blocksparse.SparsityWarning")
 def test_methods_and_seeds_side_by_side(points, tmp_path):
     for method in mlp.METHODS:
         train(points, tmp_path / method, "--method", method)

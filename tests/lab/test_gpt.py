@@ -201,6 +201,7 @@ def test_samples_see_the_last_bytes():
 # -- commands ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.* will never change a layout:blocksparse.SparsityWarning")
 def test_from_a_text_to_a_sample(tmp_path):
     sizes = ["--width", 32, "--layers", 1, "--seq", 16, "--batch", 4, "--steps", 2]
     sparse = ["--density", 0.5, "--block-size", 8, "--method", "rigl"]

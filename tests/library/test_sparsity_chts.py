@@ -99,7 +99,7 @@ def test_blocks_grow_by_score_and_go_by_norm():
 
 
 def test_fraction_and_temperature():
-    method = bs.sparsity.CHTs(bs.nn.Linear(64, 64, density=0.3, block_size=8), None, end=10, alpha=0.3)
+    method = bs.sparsity.CHTs(bs.nn.Linear(64, 64, density=0.3, block_size=8), None, end=10, every=5, alpha=0.3)
     assert [method.temperature(t) for t in (0, 5, 10)] == [1, 5, 9]
     assert method.fraction(5) == pytest.approx(0.15)
     assert method.fraction(10) == 0
@@ -109,12 +109,12 @@ def test_large_grids_are_refused(monkeypatch):
     monkeypatch.setattr(chts, "MAX_PLACES", 63)
     layer = bs.nn.Linear(64, 64, density=0.3, block_size=8)
     with pytest.raises(bs.BlockSparseError, match="topological growth: expected a grid of 63 blocks at most"):
-        bs.sparsity.CHTs(layer, None, end=10)
+        bs.sparsity.CHTs(layer, None, end=10, every=5)
     with pytest.raises(bs.BlockSparseError, match="topological growth: expected a grid of 63 blocks at most"):
         bs.sparsity.GradualBlockPruning(layer, None, 0.1, end=10, regrow=0.5, growth="topology")
     layer.values.requires_grad_(False)
     with pytest.warns(bs.SparsityWarning, match="while frozen"):  # it is not scored, and so not refused
-        bs.sparsity.CHTs(nn.Sequential(layer, bs.nn.Linear(32, 32, density=0.3, block_size=8)), None, end=10)
+        bs.sparsity.CHTs(nn.Sequential(layer, bs.nn.Linear(32, 32, density=0.3, block_size=8)), None, end=10, every=5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -540,7 +540,7 @@ BAD = {
          r"modules: expected a layer with connections, got BlockLayout\(.*nnz=0"),
         ({"optimizer": OTHERS}, "expected an optimizer with the parameter 0"),
     ]),
-    "RigL": (layers, {"optimizer": None, "end": 100}, [
+    "RigL": (layers, {"optimizer": None, "end": 100, "every": 10}, [
         ({"end": 0}, "end: expected an int, 1 or more"),
         ({"every": 0}, "every: expected an int, 1 or more"),
         ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),

@@ -449,3 +449,11 @@ def test_rows_grow_where_their_own_gradients_are_largest(tile, monkeypatch):
     update(optimizer, (layer(x) - target).square().sum(), method)
     assert torch.equal(layer.layout.mask(), expected)
     assert layer.layout.mask().sum(1).unique().numel() == 1
+
+
+@pytest.mark.parametrize("method", ["SET", "RigL", "SMET", "CHTs"])
+def test_a_schedule_without_any_change_is_warned_of(method):
+    layer = bs.nn.Linear(16, 16, density=0.5, block_size=4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.warns(bs.SparsityWarning, match=rf"^{method} will never change .* in step 10 \(every=10\), and end=10"):
+        getattr(bs.sparsity, method)(layer, optimizer, end=10, every=10)

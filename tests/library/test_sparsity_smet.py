@@ -46,19 +46,19 @@ def test_the_smallest_blocks_go_and_zeros_grow(block_size):
 
 def test_it_adds_a_clock_unless_there_is_one():
     layer, optimizer = layer_and_optimizer()
-    method = bs.sparsity.SMET(layer, optimizer, end=9, warmup=7)
+    method = bs.sparsity.SMET(layer, optimizer, end=9, every=3, warmup=7)
     assert method.optimizer.warmup == 7
     assert has_block_clock(optimizer)
-    assert bs.sparsity.SMET(layer, method.optimizer, end=9, warmup=8).optimizer.warmup == 7
+    assert bs.sparsity.SMET(layer, method.optimizer, end=9, every=3, warmup=8).optimizer.warmup == 7
     other = torch.optim.AdamW(layer.parameters())
     method.use_optimizer(other)
     assert has_block_clock(other)
     copied = copy.deepcopy(method)
     assert has_block_clock(copied.optimizer.optimizer)
     plain = torch.optim.RMSprop(layer.parameters())
-    assert not has_block_clock(bs.sparsity.SMET(layer, plain, end=9, warmup=None).optimizer)
+    assert not has_block_clock(bs.sparsity.SMET(layer, plain, end=9, every=3, warmup=None).optimizer)
     with pytest.raises(bs.BlockSparseError, match=r"a BlockClock supports .* not RMSprop"):
-        bs.sparsity.SMET(layer, plain, end=9)
+        bs.sparsity.SMET(layer, plain, end=9, every=3)
 
 
 def test_rates_by_density():

@@ -137,6 +137,15 @@ class DynamicSparsity(TrainingMethod):
         """Return whether this call changes layouts."""
         return call % self.every == 0 and self.begin <= call and (self.end is None or call < self.end)
 
+    def _warn_if_never_due(self) -> None:
+        """Warn if `end` comes before the first change, but for a change in each call: that is a run of one epoch."""
+        first = math.ceil(max(self.begin, 1) / self.every) * self.every
+        if self.every > 1 and self.end is not None and 0 < self.end <= first:
+            warn_user(
+                f"{type(self).__name__} will never change a layout: the first change would be in step {first} "
+                f"(every={self.every}), and end={self.end}. Choose a smaller `every` or a larger `end`."
+            )
+
     def _ramp_factor(self, t: int) -> float:
         """Return the factor of the fraction in call t, which rises over the first `ramp` changes."""
         return min(1.0, max(1, t // self.every) / self.ramp)

@@ -89,6 +89,7 @@ class RigL(GradientGrowth):
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)
         self.norm = norm
+        self._warn_if_never_due()
         self._watch_gradients()
 
     def fraction(self, t: int) -> float:

@@ -94,6 +94,7 @@ class SET(DynamicSparsity):
         check_norm(norm)
         self.end = None if end is None else integer("end", end, 0)
         self.init, self.norm = init, norm
+        self._warn_if_never_due()
 
     def fraction(self, t: int) -> float:
         """Return the fraction of the blocks to drop in call t, counted from 1."""
