@@ -386,3 +386,12 @@ def test_the_groups_of_torch_are_no_dilation():
 def test_torch_jit_trace_is_refused():
     with pytest.raises(bs.BlockSparseError, match=r"torch.jit.trace: expected torch.export.export\(model, args\)"):
         torch.jit.trace(bs.nn.Conv2d(16, 16, 3, block_size=8), torch.randn(2, 16, 8, 8))
+
+
+@pytest.mark.parametrize("margins", [3, (1, 1), "same", [(1, 0)]])
+def test_margins_are_pairs(margins):
+    layer = bs.nn.Conv2d(8, 8, 3, block_size=4)
+    x = torch.randn(1, 8, 5, 5)
+    assert layer(x, margins=((2, 0), [1, 1])).shape == (1, 8, 5, 5)
+    with pytest.raises(bs.BlockSparseError, match=r"expected a pair \(before, behind\) for each"):
+        layer(x, margins=margins)

@@ -99,6 +99,9 @@ class PaddedConvolutionModule(ConvolutionModule):
         """Return activation(W * x + bias) for any bias and activation; see `forward` for `margins`."""
         self._check(x)
         padding: Any = self.padding if margins is None else margins
+        are_pairs = isinstance(margins, tuple | list) and all(isinstance(pair, tuple | list) for pair in margins)
+        if margins is not None and not are_pairs:
+            raise BlockSparseError.expected("margins", "a pair (before, behind) for each axis", repr(margins))
         if margins is None and self.padding_mode != "zeros" and self.padding != "valid":
             x, padding = self.padded(x), 0
         return self._convolve(x, bias, activation, padding=padding, gate=gate)
