@@ -137,7 +137,11 @@ INPUTS = [
     *(
         (name, (drawn(5, size).to(cast),), {}, f"values: expected the {what} of x, {cast}")
         for name, size in (("linear", 48), ("padded", 47))
-        for cast, what in ((torch.float64, "dtype"), (torch.int64, "dtype"), ("meta", "device"))
+        for cast, what in ((torch.float64, "dtype"), ("meta", "device"))
+    ),
+    *(
+        (name, (drawn(*shape).long(),), {}, r"x: expected real numbers: x.to\(torch.float32\), got torch.int64")
+        for name, shape in (("linear", (5, 48)), ("padded", (5, 47)), ("conv", (2, 31, 5, 5)))
     ),
     *((name, (drawn(2, 30, 5, 5),), {}, IMAGES) for name in ("conv", "transposed")),
     *((name, (drawn(31, 5),), {}, IMAGES) for name in ("conv", "transposed")),

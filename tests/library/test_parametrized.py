@@ -16,6 +16,7 @@ METHODS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* pruned no block:blocksparse.SparsityWarning")
 @pytest.mark.parametrize("name", METHODS)
 def test_copies_of_a_model_outlive_finish(name):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
