@@ -314,3 +314,9 @@ def test_skipped_layers_and_wrong_models():
             bs.quantize(wrong)
     with pytest.raises(bs.BlockSparseError, match="model: expected a torch"):
         bs.quantize("model")
+
+
+@pytest.mark.parametrize("kind", [bs.nn.QuantizedLinear, bs.nn.QuantizedConv2d])
+def test_int8_layers_are_made_from_layers(kind):
+    with pytest.raises(bs.BlockSparseError, match=f"^{kind.__name__} is made by its method `of"):
+        kind(bs.patterns.dense((8, 8), 4), torch.zeros(4, 4, 4, dtype=torch.int8), torch.ones(4, 4))

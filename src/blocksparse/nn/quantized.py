@@ -130,6 +130,9 @@ class QuantizedLayer(QuantizedModule):
     bias: Tensor | None
     compute: Callable[..., Tensor]
 
+    def __init__(self, layout: BlockLayout, values: Tensor, scales: Tensor):
+        raise BlockSparseError(f"{type(self).__name__} is made by its method `of(layer)`, or by bs.quantize(model)")
+
     @classmethod
     def of(cls, layer: Any, scale: str = "block") -> Self:
         """Quantize a layer, with `scale` as in `blocksparse.quantize`.
