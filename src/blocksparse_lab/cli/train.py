@@ -85,7 +85,7 @@ def charlm(
     usual = max(1, max(1024, 2 * model["projection"] if params is not None else 0) // block) * block
     config = CharLMConfig(**model, width=width if width is not None else usual)
     ignored = [
-        f"--{name} has no effect with --pattern {config.pattern}, only with {' and '.join(patterns)}"
+        f"--{name} has no effect with --pattern {config.pattern}, only with {', '.join(patterns)}"
         for name, patterns in USED_BY.items()
         if config.pattern not in patterns and getattr(config, name) != getattr(CharLMConfig, name)
     ]
