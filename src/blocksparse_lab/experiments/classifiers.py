@@ -282,6 +282,9 @@ def _methods(
     }
     tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
     tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
+    for times, rate in DENSER.get(data, ()):
+        denser = replace(own["prune and regrow"], surplus=times, learning_rate=rate)
+        tuned[f"prune and regrow, {times} times, {rate:g}"] = denser
     grown = ["prune and regrow"] if data == "cifar10" else []
     together = {"set, one layout": replace(recipe, layout_seed=LAYOUT_SEED)} if data in ONE_LAYOUT else {}
     # Prunes three times the least important fifth of a layer's remaining neurons.
@@ -402,6 +405,7 @@ RATES = dict.fromkeys(("madelon", "higgs", "cifar10"), (0.003, 0.01, 0.03, 0.1))
 STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
 SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
 REGROWN_RATES = (0.03, 0.05)
+DENSER = {"cifar10": ((10, 0.03),)}  # the best of them on the validation part
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
