@@ -19,7 +19,7 @@ from .equal_seconds import NOTE
 from .experiment import UNPAIRED, Experiment, Results, run_folder, seed_of
 
 MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that reports name
-POINTS = 6  # most points of a saved curve
+POINTS = 8  # most points of a saved curve
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
