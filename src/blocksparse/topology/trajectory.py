@@ -18,7 +18,7 @@ class Trajectory:
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(512, 512, density=0.1, block_size=4), bs.nn.Linear(512, 8))
-    >>> method = bs.sparsity.SET(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3)
+    >>> method = bs.sparsity.SET(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3, init="he")
     >>> trajectory = bs.topology.Trajectory()
     >>> for epoch in range(3):
     ...     trajectory.record(model, epoch)

@@ -86,7 +86,7 @@ class L0Gates(GatedPruner):
         >>> import torch, blocksparse as bs
         >>> model = torch.nn.Linear(64, 32)
         >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> method = bs.sparsity.L0Gates(model, optimizer, strength=0.1, samples=1000, lr=0.01, block_size=8)
+        >>> method = bs.sparsity.L0Gates(model, optimizer, strength=0.1, samples=1000, block_size=8, density=0.5)
         >>> (model(torch.randn(16, 64)).square().mean() + method.penalty()).backward()
         >>> optimizer.step()
         >>> method.step(), type(method.finish()) is bs.nn.Linear
