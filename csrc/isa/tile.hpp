@@ -81,7 +81,8 @@ BLOCKSPARSE_INLINE void in_tall_tiles(int64_t rows, const Compute& compute) {
 
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
-                                      typename E::Sum* sums, int64_t sums_row) {
+                                      typename E::Sum* sums, int64_t sums_row,
+                                      int64_t sums_vector = kLanes<typename E::Sum>) {
   using Unit = typename E::Unit;
   using Sum = typename E::Sum;
   constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
@@ -123,7 +124,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      Sum* to = sums + r * sums_row + v * kWide;
+      Sum* to = sums + r * sums_row + v * sums_vector;
       store(to, add ? load(to) + sum[r][v] : sum[r][v]);
     }
 }
@@ -131,19 +132,20 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
 // Compute all rows in the tallest tiles, and the rest in lower ones.
 template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
-                            int64_t sums_row) {
+                            int64_t sums_row, int64_t sums_vector) {
   in_tall_tiles<kVectors>(rows, [&](auto height, int64_t r) __attribute__((always_inline)) {
-    register_tile<E, decltype(height)::value, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row,
-                                                                 sums_row);
+    register_tile<E, decltype(height)::value, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row,
+                                                                 sums_vector);
   });
 }
 
 template <class E, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_offset, int64_t rows, bool add,
-                            typename E::Sum* sums, int64_t sums_row) {
-  if (vectors == 3) return column_of_tiles<E, 3, kGather>(terms, x_offset, rows, add, sums, sums_row);
-  if (vectors == 2) return column_of_tiles<E, 2, kGather>(terms, x_offset, rows, add, sums, sums_row);
-  column_of_tiles<E, 1, kGather>(terms, x_offset, rows, add, sums, sums_row);
+                            typename E::Sum* sums, int64_t sums_row, int64_t sums_vector = kLanes<typename E::Sum>) {
+  const auto columns = vectors == 3   ? column_of_tiles<E, 3, kGather>
+                       : vectors == 2 ? column_of_tiles<E, 2, kGather>
+                                      : column_of_tiles<E, 1, kGather>;
+  columns(terms, x_offset, rows, add, sums, sums_row, sums_vector);
 }
 
 // Compute all rows in tiles of about equal height, for few rows, whose sums must not wait for each other.

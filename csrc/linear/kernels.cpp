@@ -15,6 +15,8 @@ namespace {
 // Units summed at a time: sums of sums lose less to rounding than one long sum. Converted weights and their inputs also
 // stay in the L1 cache while all outputs are computed.
 constexpr int64_t kSumGroup = 256, kConvertGroup = 64;
+// Multiplications of a tile's rows by a vector, from which a block takes longer than fetching the next one.
+constexpr int64_t kLargeBlock = 512;
 // Steps of a sampled block at a time: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
 // Blocks from each one to the one that is fetched while it is packed, if each row of a block fits a cache line.
@@ -186,11 +188,12 @@ void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* 
   Unit* const converted = Blocks::kConverts ? static_cast<Unit*>(scratch(Scratch::kWeights, bytes)) : nullptr;
   const Unit* const w = Blocks::kConverts ? converted : static_cast<const Unit*>(piece.values);
   const int64_t vectors = piece.width / n, columns = ceil_div(vectors, kTileVectors);
+  const int64_t ahead = steps * kTileRows < kLargeBlock ? kFetchAhead : 1;
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
     if constexpr (Blocks::kConverts)
       for (int64_t i = 0; i < count; ++i) convert_block<E>(piece, piece.position[first + i], converted + i * block);
-    const Blocks blocks = {piece, next, w, first, first + count, Blocks::kConverts ? group : kFetchAhead};
+    const Blocks blocks = {piece, next, w, first, first + count, Blocks::kConverts ? group : ahead};
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t vector = vectors * c / columns, here = vectors * (c + 1) / columns - vector;
       if (here == 3) row_tiles<E, kTransposed, 3>(blocks, vector, sums + vector * n);
@@ -302,8 +305,10 @@ int64_t strip(int64_t block_in) {
   return padded < kTileVectors * vector ? kTileVectors * vector / padded : 1;
 }
 
+// Multiply the vectors of a strip. Each starts where its block does in `sums`, `vector` numbers after the one before.
 template <class E, Gather kGather>
-void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t vectors) {
+void multiply_strip(const SampledStrip& strip, int64_t vectors, bool add, typename E::Sum* sums, int64_t row,
+                    int64_t vector) {
   using Unit = typename E::Unit;
   constexpr int n = kLanes<Unit>, kPieces = pieces(kGather), size = n / kPieces;
   const int64_t columns = ceil_div(vectors, kTileVectors);
@@ -320,8 +325,8 @@ void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t ve
       const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
       const Terms<E> terms = {
           &grad, x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first)};
-      column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, first > 0,
-                                  sums + first_vector * n, vectors * n);
+      column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, add || first > 0,
+                                  sums + first_vector * vector, row, vector);
     }
   }
 }
@@ -353,6 +358,14 @@ void sampled_strip(const SampledStrip& strip) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
   const int64_t vectors = (strip.blocks * strip.padded_in + n - 1) / n, row = vectors * n;
+  if constexpr (std::is_same_v<Sum, typename E::Storage>) {
+    // Blocks of whole vectors are written by the tiles, which do not wait for the cache lines of the values.
+    if (strip.block_in % n == 0 && strip.steps > 0) {
+      const int64_t vector = strip.blocks > 1 ? strip.block_out * n : n;
+      return multiply_strip<E, Gather::kVectors>(strip, vectors, strip.add, static_cast<Sum*>(strip.values),
+                                                 strip.block_in, vector);
+    }
+  }
   // One more vector than the sums, since the last pieces of the last row are read as whole vectors.
   const int64_t size = (strip.block_out * row + n) * int64_t(sizeof(Sum));
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
@@ -364,12 +377,12 @@ void sampled_strip(const SampledStrip& strip) {
 #endif
   } else {
     const int blocks = blocks_in_vector<E>(strip.block_in);
-    if (blocks == 1) multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
+    if (blocks == 1) multiply_strip<E, Gather::kVectors>(strip, vectors, false, sums, row, n);
     if constexpr (n >= 4) {
-      if (blocks == 2) multiply_strip<E, Gather::kHalves>(strip, sums, vectors);
+      if (blocks == 2) multiply_strip<E, Gather::kHalves>(strip, vectors, false, sums, row, n);
     }
     if constexpr (n >= 8) {
-      if (blocks == 4) multiply_strip<E, Gather::kQuarters>(strip, sums, vectors);
+      if (blocks == 4) multiply_strip<E, Gather::kQuarters>(strip, vectors, false, sums, row, n);
     }
   }
   write_strip<E>(strip, sums, row);
