@@ -1,4 +1,4 @@
-"""Checks of numbers, sizes, masks and indices from users; they raise a BlockSparseError."""
+"""Checks of models, numbers, sizes, masks and indices from users; they raise a BlockSparseError."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise BlockSparseError.expected(name, "True or False", repr(value))
     return bool(value)
+
+
+def check_model(model: Any, argument: str = "model") -> None:
+    """Raise a BlockSparseError that names the argument if it is not a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
 
 
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:

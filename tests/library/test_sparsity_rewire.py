@@ -209,7 +209,7 @@ class Odd(torch.optim.SGD):
         ({"new": torch.ones(1, 1, 1, dtype=torch.complex64)}, "new: expected real numbers with data, got torch.comp"),
         ({"new": torch.ones(1, 1, 1, device="meta")}, "new: expected real numbers with data, got .* on meta"),
         ({"new": lambda positions: torch.ones(3, 1, 1)}, r"what the function `new` returns: expected a tensor \[1, "),
-        ({"on_layout_change": 3}, "on_layout_change: expected a function"),
+        ({"on_layout_change": 3}, "on_layout_change: expected None or a function"),
         ({"drop": [9]}, "drop: expected"),
         ({"rows": [0], "cols": [1]}, "rows and cols: expected blocks that the layout does not have"),
         ({"rows": [0, 1], "cols": [2, 2]}, None),

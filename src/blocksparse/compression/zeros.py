@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..checked import check_model
 from ..conversion.load import load_sparsified
 from ..conversion.sparsify import keep_nonzero, survey_weights
 from ..conversion.speed import Example
 from ..conversion.zeros import BLOCK_SIZES, BlockSizes, checked_sizes
-from ..surgery.model_tools import check_model, copy_model
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Skip, skip_by_name
 from .foreign import Checkpoint, read_foreign
 

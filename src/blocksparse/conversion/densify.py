@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checked import check_model
 from ..errors import BlockSparseError
 from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
@@ -21,7 +22,7 @@ from ..nn.quantized import QuantizedLayer
 from ..nn.quantized_lstm import QuantizedWeight
 from ..nn.weight_norm import WeightNorm
 from ..surgery.carry import carry_over, carry_parameter, own_names
-from ..surgery.model_tools import check_model, copy_model
+from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import ParameterChange, check_changes, check_replaceable, constructor_arguments, replace_modules

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checked import check_model
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..state_indices import layout_of_indices
-from ..surgery.model_tools import check_model, copy_model
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
 from ..surgery.tied import forget_ties, tie, tied_names, untie_output_layers

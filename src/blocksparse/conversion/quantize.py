@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checked import check_model
 from ..errors import BlockSparseError
 from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
@@ -20,7 +21,7 @@ from ..nn.quantized_lstm import QuantizedLSTM
 from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.carry import carry_over
-from ..surgery.model_tools import check_model, copy_model
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Skip, find_skipped
 from ..surgery.replace import check_replaceable, replace_modules
 

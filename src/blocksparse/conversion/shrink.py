@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from ..checked import check_model
 from ..errors import BlockSparseError, format_reasons, warn_user
 from ..nn.quantized import QuantizedModule
 from ..surgery.connections import FeatureGroup, Port, trace_features
 from ..surgery.example_inputs import find_inputs
 from ..surgery.feature_trace import RETURNED, FeatureTrace
 from ..surgery.layer_rules import adds_constants
-from ..surgery.model_tools import check_model, copy_model, evaluation_mode, split_arguments
+from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments
 from ..surgery.prunable import CONV1D, CONVOLUTIONS, TRANSPOSED, own_forward, qualified
 from .densify import densify
 

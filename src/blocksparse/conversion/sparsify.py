@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checked import checked_block, positive_fraction
+from ..checked import check_model, checked_block, positive_fraction
 from ..errors import MAX_NAMED, BlockSparseError, Page, format_reasons, warn_user
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
@@ -19,7 +19,7 @@ from ..sparsity.calibration.calibrate import Batches, Stop, collect_batches, nev
 from ..sparsity.calibration.reconstruction import fit
 from ..sparsity.feature_order import reorder_features
 from ..surgery.carry import record_reasons
-from ..surgery.model_tools import check_model, copy_model
+from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer_is_inplace
 from ..surgery.prunable import Prunable, Skip, Unexpected, find_skipped, skip_by_name, survey
 from ..surgery.replace import replace_with_sparse

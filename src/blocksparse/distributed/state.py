@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checked import check_model
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
-from ..surgery.model_tools import check_model
 from ..surgery.optimizer import unwrapped
 from ..surgery.sharding import local_of
 

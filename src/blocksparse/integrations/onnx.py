@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checked import is_int
+from ..checked import check_model, is_int
 from ..conversion.densify import densify
 from ..errors import MAX_NAMED, BlockSparseError, warn_user
 from ..files import path_of
@@ -22,7 +22,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
-from ..surgery.model_tools import check_model, copy_model, evaluation_mode
+from ..surgery.model_tools import copy_model, evaluation_mode
 from ..surgery.replace import replace_modules
 from .onnx_gather import with_gathers
 

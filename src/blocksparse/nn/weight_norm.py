@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..checked import number
+from ..checked import check_model, number
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
@@ -228,7 +228,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
 
     Source: Salimans, Kingma, Weight normalization (2016), section 3.
     """
-    _check_model(model)
+    check_model(model)
     hooks = [
         module.register_forward_pre_hook(_initialise_before, with_kwargs=True)
         for module in model.modules()
@@ -254,7 +254,7 @@ def fold(model: nn.Module) -> nn.Module:
       (0): Linear(in_features=4, out_features=3, bias=True)
     )
     """
-    _check_model(model)
+    check_model(model)
     new = copy.deepcopy(model)
     folded: dict[nn.Module | None, nn.Module]
     folded = {module: module.fold() for module in list(new.modules()) if isinstance(module, Normed)}
@@ -263,9 +263,3 @@ def fold(model: nn.Module) -> nn.Module:
             if child in folded:
                 setattr(parent, name, folded[child])
     return folded.get(new, new)
-
-
-def _check_model(model: Any) -> None:
-    """Raise a BlockSparseError unless this is a module."""
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checked import number
+from ..checked import check_model, number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
-from ..surgery.model_tools import check_model, evaluation_mode
+from ..surgery.model_tools import evaluation_mode
 
 KINDS = ("auto", "kl", "probabilities", "binary", "cosine", "mse")
 

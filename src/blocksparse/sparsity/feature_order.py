@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..checked import number
+from ..checked import check_model, number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
 from ..surgery.connections import FeatureGroup, Port, reorderable, trace_features
-from ..surgery.model_tools import check_model, copy_model, evaluation_mode, parameter_device
+from ..surgery.model_tools import copy_model, evaluation_mode, parameter_device
 from ..surgery.prunable import Prunable, Skip, prunable, skip_by_name
 from .calibration.calibrate import arguments_of, batch_error, count_positional, parts_of, progress, sample_count
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checked import check_model
 from ..checkpoint import bytes_of
 from ..errors import BlockSparseError, first_line
 from ..layout import BlockLayout
@@ -46,8 +47,8 @@ def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None)
     >>> from blocksparse.distributed import check_layouts
     >>> check_layouts(bs.nn.Linear(64, 64, density=0.5))
     """
-    if not isinstance(model, nn.Module | Mapping):
-        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    if not isinstance(model, Mapping):
+        check_model(model)
     if not is_one_of_several(group):
         return
     roots: Iterable[tuple[str, nn.Module]] = [("", model)] if isinstance(model, nn.Module) else model.items()

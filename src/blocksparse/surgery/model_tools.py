@@ -14,17 +14,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from ..checked import check_model
 from ..errors import BlockSparseError
 from .references import HOOKS_OF_TENSORS, shared_with_copies
 from .sharding import is_dtensor
 
 WRAPPERS = DataParallel, DistributedDataParallel
-
-
-def check_model(model: Any, argument: str = "model") -> None:
-    """Raise a BlockSparseError that names the argument if it is not a module."""
-    if not isinstance(model, nn.Module):
-        raise BlockSparseError.expected(argument, "a torch.nn.Module", type(model).__name__)
 
 
 def copy_model(model: nn.Module, same: Mapping[int, Any] | None = None, otherwise: str = "") -> Any:

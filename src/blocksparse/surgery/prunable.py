@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OutputProjection
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..checked import checked_block
+from ..checked import check_model, checked_block
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..nn.cells import GRUCell, LSTMCell, RNNCell
@@ -27,7 +27,6 @@ from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
 from .mixtures import is_experts
-from .model_tools import check_model
 from .references import find_references
 from .sharding import unwrapped_class
 

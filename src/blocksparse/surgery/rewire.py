@@ -15,7 +15,7 @@ from ..indices import Replacement
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from .optimizer import check_optimizer
-from .weight_handle import NewValues, WeightHandle, handle_of
+from .weight_handle import NewValues, WeightHandle, check_new_values, handle_of
 
 OnLayoutChange = Callable[[BlockSparseModule, Tensor], None]
 
@@ -65,13 +65,12 @@ def rewire(
     handle = handle_of(module)
     values = handle.parameter
     check_optimizer(optimizer, values, "module.values")
-    if not (on_layout_change is None or callable(on_layout_change)):
-        raise BlockSparseError.expected("on_layout_change", "a function of (module, source)", repr(on_layout_change))
+    check_on_layout_change(on_layout_change)
     layout, source = handle.layout.replaced(drop, rows, cols)
     if callable(new) and not isinstance(new, Tensor):
         new = partial(_values_of_function, new, values)
     elif new is not None:
-        _check_new("new", new, len(rows), values)
+        check_new_values("new", new, len(rows), values)
         # Blocks are sorted by row, then by column.
         rows, cols = (torch.as_tensor(lines, device="cpu").long() for lines in (rows, cols))
         new = partial(_values_at, new.detach(), (rows * layout.grid[1] + cols).argsort())
@@ -90,6 +89,13 @@ def replace_blocks(
     return _set_layout(handle, *handle.layout._replaced(change), new, optimizer, on_layout_change)
 
 
+def check_on_layout_change(function: Any) -> None:
+    """Raise a BlockSparseError unless this is None or can be called."""
+    if not (function is None or callable(function)):
+        expected = "None or a function of (module, source)"
+        raise BlockSparseError.expected("on_layout_change", expected, type(function).__name__)
+
+
 def _set_layout(
     handle: WeightHandle,
     layout: BlockLayout,
@@ -106,20 +112,10 @@ def _set_layout(
     return source
 
 
-def _check_new(name: str, new: Any, count: int, values: Tensor) -> None:
-    """Raise a BlockSparseError unless `new` can be the values of so many new blocks."""
-    shape = [count, *values.shape[1:]]
-    if not isinstance(new, Tensor) or list(new.shape) != shape:
-        got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
-        raise BlockSparseError.expected(name, f"a tensor {shape}", got)
-    if new.is_meta or (new.is_complex() and not values.is_complex()):
-        raise BlockSparseError.expected(name, "real numbers with data", f"{new.dtype} on {new.device}")
-
-
 def _values_of_function(function: Callable[[np.ndarray], Tensor], values: Tensor, positions: np.ndarray) -> Tensor:
     """Return what the user's function returns for these new blocks, after checks."""
     new = function(positions)
-    _check_new("what the function `new` returns", new, len(positions), values)
+    check_new_values("what the function `new` returns", new, len(positions), values)
     return new
 
 

@@ -306,10 +306,19 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
         expected = f"positions below {len(tensor)} of blocks, or -1 for new ones"
         raise BlockSparseError.expected("source", expected, f"{int(source.min())} to {int(source.max())}")
     move = BlockMove(source.to(tensor.device))
-    shape = [move.grown.numel(), *tensor.shape[1:]]
-    if new is not None and (not isinstance(new, Tensor) or list(new.shape) != shape):
-        raise BlockSparseError.expected("new", f"a tensor {shape}", getattr(new, "shape", type(new).__name__))
+    if new is not None:
+        check_new_values("new", new, move.grown.numel(), tensor)
     return move(tensor, new)
+
+
+def check_new_values(name: str, new: Any, count: int, values: Tensor) -> None:
+    """Raise a BlockSparseError unless `new` can be the values of so many new blocks."""
+    shape = [count, *values.shape[1:]]
+    if not isinstance(new, Tensor) or list(new.shape) != shape:
+        got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
+        raise BlockSparseError.expected(name, f"a tensor {shape}", got)
+    if new.is_meta or (new.is_complex() and not values.is_complex()):
+        raise BlockSparseError.expected(name, "real numbers with data", f"{new.dtype} on {new.device}")
 
 
 class BlockMove:

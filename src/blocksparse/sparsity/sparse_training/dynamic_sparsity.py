@@ -20,7 +20,7 @@ from ...ops.checks import without_autocast
 from ...surgery.agreement import check_layouts
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, find_skipped
-from ...surgery.rewire import OnLayoutChange
+from ...surgery.rewire import OnLayoutChange, check_on_layout_change
 from ...surgery.sharding import reshard
 from ...surgery.weight_handle import WeightHandle, handle_of
 from ..selection import hash_positions
@@ -87,10 +87,8 @@ class DynamicSparsity(TrainingMethod):
             parameters.add(weight.parameter)
         if any(isinstance(root, DistributedDataParallel) for root in self._roots):
             refuse_tensor_parallel_in_ddp(self.modules.values())
+        check_on_layout_change(on_layout_change)
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
-        if on_layout_change is not None and not callable(on_layout_change):
-            expected = "None or a function of (module, source)"
-            raise BlockSparseError.expected("on_layout_change", expected, type(on_layout_change).__name__)
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
         self._frozen: set[str] = set()
         if not any(handle_of(module).parameter.requires_grad for module in self.modules.values()):
