@@ -15,8 +15,8 @@ namespace {
 // Units summed at a time: sums of sums lose less to rounding than one long sum. Converted weights and their inputs also
 // stay in the L1 cache while all outputs are computed.
 constexpr int64_t kSumGroup = 256, kConvertGroup = 64;
-// Multiplications of a tile's rows by a vector, from which a block takes longer than fetching the next one.
-constexpr int64_t kLargeBlock = 512;
+// Steps from which one block ahead is fetched: the lines of a tall block share few sets of the L1 cache.
+constexpr int64_t kLargeBlock = 64;
 // Steps of a sampled block at a time: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
 // Blocks from each one to the one that is fetched while it is packed, if each row of a block fits a cache line.
@@ -188,7 +188,7 @@ void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* 
   Unit* const converted = Blocks::kConverts ? static_cast<Unit*>(scratch(Scratch::kWeights, bytes)) : nullptr;
   const Unit* const w = Blocks::kConverts ? converted : static_cast<const Unit*>(piece.values);
   const int64_t vectors = piece.width / n, columns = ceil_div(vectors, kTileVectors);
-  const int64_t ahead = steps * kTileRows < kLargeBlock ? kFetchAhead : 1;
+  const int64_t ahead = steps < kLargeBlock ? kFetchAhead : 1;
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
     if constexpr (Blocks::kConverts)
