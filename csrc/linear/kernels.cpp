@@ -318,14 +318,13 @@ void multiply_strip(const SampledStrip& strip, int64_t vectors, bool add, typena
     for (int64_t p = 0; p < here * kPieces; ++p) {
       const int64_t at = first_vector * n + p * size;
       const int64_t block = smaller(at / strip.padded_in, strip.blocks - 1);  // the last one again to fill a vector
-      x[p] =
-          static_cast<const Unit*>(strip.x) + strip.col[block] * strip.steps * strip.padded_in + at % strip.padded_in;
+      const int64_t feature = strip.col[block] * strip.padded_in + at % strip.padded_in, within = feature % strip.chunk;
+      x[p] = static_cast<const Unit*>(strip.x) + (feature - within) * strip.steps + within;
     }
     for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
       const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
-      const Terms<E> terms = {
-          &grad, x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first)};
-      column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, add || first > 0,
+      const Terms<E> terms = {&grad, x, 1, 1, strip.block_out, strip.chunk, smaller(kStepGroup, strip.steps - first)};
+      column_of_tiles<E, kGather>(terms, here, first * strip.chunk, strip.block_out, add || first > 0,
                                   sums + first_vector * vector, row, vector);
     }
   }

@@ -49,7 +49,7 @@ struct SampledStrip {
   const void* x;     // [in_features / chunk, steps, chunk] units, of features padded by block
   int64_t steps;     // tokens / k_pack
   int64_t block_out, block_in, padded_in;
-  int64_t chunk;  // padded_in, or on tiles perhaps less
+  int64_t chunk;  // of a vector or tile if blocks are whole ones, padded_in otherwise
   void* values;   // [blocks, block_out, block_in]
   bool add;       // to what `values` holds
 };

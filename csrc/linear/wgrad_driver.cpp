@@ -33,8 +33,10 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const LinearKernels& kernels = linear_kernels(isa, dtype, 2);  // the sum is over tokens, padded to whole units
   const int64_t size = size_of(dtype), unit = kernels.unit_size;
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
-  const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;  // x then is packed in columns of tiles
-  const int64_t chunk = on_tiles && block_in % kTileSize == 0 ? kTileSize : padded_in;
+  const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;
+  // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
+  const int64_t columns = on_tiles ? kTileSize : kernels.lanes;
+  const int64_t chunk = block_in % columns == 0 ? columns : padded_in;
   const int64_t in_blocks = x.features / block_in;
   const int64_t token_bytes = std::max<int64_t>((grad.features + x.features) * size, 1);
   const int64_t at_once =
