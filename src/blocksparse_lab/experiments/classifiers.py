@@ -154,6 +154,7 @@ class ClassifierExperiment(Experiment):
             Column("optimizer", "settings.optimizer"),
             Column("learning rate", "settings.learning_rate"),
             Column("decay of the learning rate", "settings.decay"),
+            Column("running mean of the weights, decay", lambda run, _: run.settings.get("ema") or None),
             Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
             Column("L1 of the first layer", lambda _, of: format_setting(of.l1) if of.l1 else None),
@@ -362,6 +363,12 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
             )
             for times in SURPLUSES.get(data, ())
             for rate in REGROWN_RATES
+        }
+        | {
+            f"{name}, {calming}, {rate:g}": replace(recipe, method=method, learning_rate=rate, **CALMING[calming])
+            for name, method in {"set": "set", "prune and regrow": "gradual"}.items()
+            for calming in CALMED.get(data, {})
+            for rate in CALMED[data][calming]
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
@@ -406,6 +413,9 @@ STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
 SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
 REGROWN_RATES = (0.03, 0.05)
 DENSER = {"cifar10": ((10, 0.03),)}  # the best of them on the validation part
+# What calms the last epochs, and the rates at which it is tried.
+CALMING: dict[str, dict[str, Any]] = {"linear decay": {"decay": "linear"}, "mean": {"ema": 0.999}}
+CALMED = {"cifar10": {"linear decay": (0.03, 0.05), "mean": (0.03,)}}
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
