@@ -413,7 +413,7 @@ STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
 SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
 REGROWN_RATES = (0.03, 0.05)
 DENSER = {"cifar10": ((10, 0.03),)}  # the best of them on the validation part
-# What calms the last epochs, and the rates at which it is tried.
+# Ways to calm the last epochs, and the rates at which they are tried.
 CALMING: dict[str, dict[str, Any]] = {"linear decay": {"decay": "linear"}, "mean": {"ema": 0.999}}
 CALMED = {"cifar10": {"linear decay": (0.03, 0.05), "mean": (0.03,)}}
 # Minutes per run: sparse or narrow nets, and dense wide nets.
