@@ -365,10 +365,10 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
             for rate in REGROWN_RATES
         }
         | {
-            f"{name}, {calming}, {rate:g}": replace(recipe, method=method, learning_rate=rate, **CALMING[calming])
+            f"{name}, {variant}, {rate:g}": replace(recipe, method=method, learning_rate=rate, **changed)
             for name, method in {"set": "set", "prune and regrow": "gradual"}.items()
-            for calming in CALMED.get(data, {})
-            for rate in CALMED[data][calming]
+            for rate in VARIED.get(data, ())
+            for variant, changed in VARIANTS.items()
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
@@ -413,9 +413,13 @@ STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
 SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
 REGROWN_RATES = (0.03, 0.05)
 DENSER = {"cifar10": ((10, 0.03),)}  # the best of them on the validation part
-# Ways to calm the last epochs, and the rates at which they are tried.
-CALMING: dict[str, dict[str, Any]] = {"linear decay": {"decay": "linear"}, "mean": {"ema": 0.999}}
-CALMED = {"cifar10": {"linear decay": (0.03, 0.05), "mean": (0.03,)}}
+# Other settings that are tried at these rates, and on which data.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "linear decay": {"decay": "linear"},
+    "mean": {"ema": 0.999},
+    "dropout 0.5": {"dropout": 0.5},
+}
+VARIED = {"cifar10": (0.03,)}
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
