@@ -247,9 +247,9 @@ def narrow_hidden(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
 
 
 def _other_bases(contenders: Mapping[str, Any]) -> list[str]:
-    """Return variants of SET that others are compared with too: as published, and at a rate that others share."""
-    shared = [name for name in contenders if name.startswith("set, ") and name.replace("set", "chts") in contenders]
-    return [name for name in contenders if name == AS_PUBLISHED or name in shared]
+    """Return variants of SET that others are compared with too: as published, and with settings that others share."""
+    regrown = [name.replace("prune and regrow", "set") for name in contenders if name.startswith("prune and regrow, ")]
+    return [name for name in contenders if name == AS_PUBLISHED or name in regrown]
 
 
 def _narrow(data: str, recipe: MLPSettings) -> MLPSettings:
@@ -283,6 +283,8 @@ def _methods(
     }
     tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
     tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
+    for name, rate in AVERAGED.get(data, {}).items():
+        tuned[f"{name}, mean, {rate:g}"] = replace(own[name], learning_rate=rate, **VARIANTS["mean"])
     for times, rate in DENSER.get(data, ()):
         denser = replace(own["prune and regrow"], surplus=times, learning_rate=rate)
         tuned[f"prune and regrow, {times} times, {rate:g}"] = denser
@@ -420,6 +422,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout 0.5": {"dropout": 0.5},
 }
 VARIED = {"cifar10": (0.03,)}
+AVERAGED = {"cifar10": {"set": 0.03, "prune and regrow": 0.03}}  # "mean" is the best variant on the validation part
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
