@@ -283,11 +283,8 @@ def _methods(
     }
     tuned = {f"{name}, L1": replace(own[name], **chosen) for name, chosen in L1.get(data, {}).items()}
     tuned |= {f"{name}, {r:g}": replace(own[name], learning_rate=r) for name, r in TUNED.get(data, {}).items()}
-    for name, rate in AVERAGED.get(data, {}).items():
-        tuned[f"{name}, mean, {rate:g}"] = replace(own[name], learning_rate=rate, **VARIANTS["mean"])
-    for times, rate in DENSER.get(data, ()):
-        denser = replace(own["prune and regrow"], surplus=times, learning_rate=rate)
-        tuned[f"prune and regrow, {times} times, {rate:g}"] = denser
+    for name, variant, rate in TESTED_VARIANTS.get(data, ()):
+        tuned[f"{name}, {variant}, {rate:g}"] = replace(own[name], learning_rate=rate, **VARIANTS[variant])
     grown = ["prune and regrow"] if data == "cifar10" else []
     together = {"set, one layout": replace(recipe, layout_seed=LAYOUT_SEED)} if data in ONE_LAYOUT else {}
     # Prunes three times the least important fifth of a layer's remaining neurons.
@@ -346,7 +343,7 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
     return ClassifierExperiment(
         about=f"Learning rates on {label}, tuned on a validation set: for SET, whose new weights begin at 0 or at "
         "random values as published, and for dense MLPs with equal weights that are narrow or have one hidden layer"
-        + (". Gradual pruning with regrowth begins with a multiple of the connections" if data in SURPLUSES else ""),
+        + (". Gradual pruning with regrowth begins with a multiple of the connections" if data in VARIED else ""),
         data=data,
         minutes=MINUTES[data],
         contenders={
@@ -360,17 +357,10 @@ def _tuning_experiment(data: str, label: str, epochs: int, seeds: int = 1) -> Cl
             for strength in STRENGTHS.get(data, ())
         }
         | {
-            f"prune and regrow, {times} times, {rate:g}": replace(
-                recipe, method="gradual", surplus=times, learning_rate=rate
-            )
-            for times in SURPLUSES.get(data, ())
-            for rate in REGROWN_RATES
-        }
-        | {
-            f"{name}, {variant}, {rate:g}": replace(recipe, method=method, learning_rate=rate, **changed)
-            for name, method in {"set": "set", "prune and regrow": "gradual"}.items()
-            for rate in VARIED.get(data, ())
-            for variant, changed in VARIANTS.items()
+            f"{name}, {variant}, {rate:g}": replace(recipe, method=method, learning_rate=rate, **VARIANTS[variant])
+            for (name, method), variants, rates in VARIED.get(data, ())
+            for variant in variants
+            for rate in rates
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
@@ -412,17 +402,26 @@ SIZES = {
 # 0.03 was the best rate of some nets.
 RATES = dict.fromkeys(("madelon", "higgs", "cifar10"), (0.003, 0.01, 0.03, 0.1))
 STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # strengths of L1
-SURPLUSES = {"cifar10": (5, 10, 20)}  # times as many connections as at the end, with which gradual pruning begins
-REGROWN_RATES = (0.03, 0.05)
-DENSER = {"cifar10": ((10, 0.03),)}  # the best of them on the validation part
-# Other settings that are tried at these rates, and on which data.
+# Settings that are tried beside the rates. "times": as many connections as at the end, with which pruning begins.
 VARIANTS: dict[str, dict[str, Any]] = {
     "linear decay": {"decay": "linear"},
     "mean": {"ema": 0.999},
     "dropout 0.5": {"dropout": 0.5},
+    **{f"{times} times": {"surplus": times} for times in (5, 10, 20)},
 }
-VARIED = {"cifar10": (0.03,)}
-AVERAGED = {"cifar10": {"set": 0.03, "prune and regrow": 0.03}}  # "mean" is the best variant on the validation part
+# Methods, and the variants and rates that are tried for each.
+_SET, _REGROWN, _CALM = ("set", "set"), ("prune and regrow", "gradual"), ("linear decay", "mean", "dropout 0.5")
+VARIED = {
+    "cifar10": (
+        (_REGROWN, ("5 times", "10 times", "20 times"), (0.03, 0.05)),
+        (_SET, _CALM, (0.03,)),
+        (_REGROWN, _CALM, (0.03,)),
+    )
+}
+# The best of them on the validation part.
+TESTED_VARIANTS = {
+    "cifar10": (("set", "mean", 0.03), ("prune and regrow", "mean", 0.03), ("prune and regrow", "10 times", 0.03))
+}
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
