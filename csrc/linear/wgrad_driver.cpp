@@ -36,27 +36,27 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
   const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;
   // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
-  const int64_t columns = on_tiles ? kTileSize : kernels.lanes;
-  const int64_t chunk = block_in % columns == 0 ? columns : padded_in;
+  const int64_t column = on_tiles ? kTileSize : kernels.lanes;
+  const int64_t chunk = block_in % column == 0 ? column : padded_in;
   const int64_t in_blocks = x.features / block_in, blocks = tasks.task_start[tasks.tasks];
   const int64_t most = block_in % kernels.lanes != 0            ? kTokensOfSmallBlocks
                        : blocks * block_bytes > kManyValueBytes ? kTokensOfManyValues
                                                                 : kTokens;
   const int64_t at_once = std::max<int64_t>(size == 2 ? tokens : std::min(most, tokens), 1);
   const int64_t least = on_tiles ? kTileSize : 1;
-  const auto steps_of = [&](int64_t tokens) { return ceil_div(tokens, kernels.k_pack * least) * least; };
+  const auto steps_of = [&](int64_t count) { return ceil_div(count, kernels.k_pack * least) * least; };
 
   // Pack `here` tokens from the first one on as BlockColumns.
   const auto pack = [&](const Matrix& from, int64_t here, int64_t block, int64_t padded, Scratch slot) {
-    const int64_t blocks = from.features / block, steps = steps_of(here), block_units = steps * padded;
-    void* packed = scratch(slot, blocks * block_units * unit);
+    const int64_t count = from.features / block, steps = steps_of(here), block_units = steps * padded;
+    void* packed = scratch(slot, count * block_units * unit);
     const BlockColumns columns = {from.data, from.stride, here, block, padded, packed, block_units};
     const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
-    const int64_t cuts = ceil_div(blocks, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
+    const int64_t cuts = ceil_div(count, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
     parallel_tasks(step_cuts * cuts, [&](int64_t i) {
       const int64_t step = i / cuts * kPackSteps, begin = i % cuts * at_a_time;
       kernels.pack_block_columns(columns, step, std::min(step + kPackSteps, steps), begin,
-                                 std::min(begin + at_a_time, blocks));
+                                 std::min(begin + at_a_time, count));
     });
     return packed;
   };
