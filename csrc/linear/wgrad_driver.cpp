@@ -26,99 +26,168 @@ int64_t first_block(const BlockTasks& tasks, int64_t begin, int64_t end, int32_t
   return begin;
 }
 
+// One call of `linear_wgrad`.
+struct SampledProduct {
+  const LinearKernels& kernels;
+  int64_t block_out, block_in, tokens;
+  Matrix grad, x;
+  void* values;
+  BlockTasks tasks;
+  int64_t size;  // of a number
+  bool on_tiles = kernels.tile_depth(block_out, 2) > 0;
+  int64_t unit = kernels.unit_size, padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
+
+  void multiply() const;
+
+ private:
+  struct Chunk {  // of tokens, in steps of k_pack tokens; on tiles whole tiles
+    int64_t first, count, steps;
+  };
+  struct Rows {  // of blocks, and the tasks that compute them
+    int64_t first, count, first_task, tasks;
+  };
+  struct Columns {  // of blocks: those of x that are packed
+    int64_t first, last;
+    const void* packed;  // column 0 would be here
+  };
+
+  int64_t blocks() const { return tasks.task_start[tasks.tasks]; }
+  int64_t block_bytes() const { return block_out * block_in * size; }
+  int64_t steps_of(int64_t count) const {
+    const int64_t least = on_tiles ? kTileSize : 1;
+    return ceil_div(count, kernels.k_pack * least) * least;
+  }
+  // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
+  int64_t column() const {
+    const int64_t whole = on_tiles ? kTileSize : kernels.lanes;
+    return block_in % whole == 0 ? whole : padded_in;
+  }
+  Matrix part_of(const Matrix& from, const Chunk& chunk, int64_t feature, int64_t features) const {
+    return {advance(from.data, (chunk.first * from.stride + feature) * size), from.stride, features};
+  }
+
+  int64_t tokens_at_once() const;
+  Rows rows_of(int64_t part, int64_t parts) const;
+  const void* pack(const Matrix& from, const Chunk& chunk, int64_t block, int64_t padded, Scratch slot) const;
+  const void* turn(const Matrix& from, const Chunk& chunk) const;
+  const void* pack_grad(const Rows& rows, const Chunk& chunk) const;
+  Columns pack_x(int64_t first, int64_t last, const Chunk& chunk) const;
+  void multiply_rows(const Rows& rows, const Chunk& chunk, int64_t panels) const;
+  void run_task(int64_t task, const Rows& rows, const Chunk& chunk, const Columns& columns, const void* its_grad) const;
+};
+
+int64_t SampledProduct::tokens_at_once() const {
+  if (size == 2) return std::max<int64_t>(tokens, 1);
+  int64_t most = kTokens;
+  if (block_in % kernels.lanes != 0)
+    most = kTokensOfSmallBlocks;
+  else if (blocks() * block_bytes() > kManyValueBytes)
+    most = kTokensOfManyValues;
+  return std::clamp<int64_t>(tokens, 1, most);
+}
+
+SampledProduct::Rows SampledProduct::rows_of(int64_t part, int64_t parts) const {
+  const int64_t begin = tasks.tasks * part / parts, end = tasks.tasks * (part + 1) / parts;
+  const int64_t first = tasks.task_start[begin], last = tasks.task_start[end] - 1;
+  if (first > last) return {0, 0, begin, 0};
+  return {tasks.row[first], tasks.row[last] + 1 - tasks.row[first], begin, end - begin};
+}
+
+// Pack a chunk as BlockColumns.
+const void* SampledProduct::pack(const Matrix& from, const Chunk& chunk, int64_t block, int64_t padded,
+                                 Scratch slot) const {
+  const int64_t count = from.features / block, block_units = chunk.steps * padded;
+  void* packed = scratch(slot, count * block_units * unit);
+  const BlockColumns columns = {from.data, from.stride, chunk.count, block, padded, packed, block_units};
+  const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
+  const int64_t cuts = ceil_div(count, at_a_time), step_cuts = ceil_div(chunk.steps, kPackSteps);
+  parallel_tasks(step_cuts * cuts, [&](int64_t i) {
+    const int64_t step = i / cuts * kPackSteps, begin = i % cuts * at_a_time;
+    kernels.pack_block_columns(columns, step, std::min(step + kPackSteps, chunk.steps), begin,
+                               std::min(begin + at_a_time, count));
+  });
+  return packed;
+}
+
+// Transpose a chunk of gradients for tiles.
+const void* SampledProduct::turn(const Matrix& from, const Chunk& chunk) const {
+  const int64_t steps = chunk.steps, outputs = std::min(kTileSize, block_out), chunks = from.features / outputs;
+  void* packed = scratch(Scratch::kGradients, from.features * steps * unit);
+  const int64_t at_a_time = kPackFeatures / outputs, cuts = ceil_div(chunks, at_a_time);
+  parallel_tasks(steps / kTileSize * cuts, [&](int64_t i) {
+    const int64_t step = i / cuts * kTileSize, begin = i % cuts * at_a_time, token = step * kernels.k_pack;
+    for (int64_t c = begin; c < std::min(begin + at_a_time, chunks); ++c)
+      kernels.turn({advance(from.data, (token * from.stride + c * outputs) * size), from.stride, chunk.count - token,
+                    outputs, kTileSize, advance(packed, (c * steps + step) * outputs * unit), kTileSize, 0});
+  });
+  return packed;
+}
+
+const void* SampledProduct::pack_grad(const Rows& rows, const Chunk& chunk) const {
+  const Matrix its_grad = part_of(grad, chunk, rows.first * block_out, rows.count * block_out);
+  return on_tiles ? turn(its_grad, chunk) : pack(its_grad, chunk, block_out, block_out, Scratch::kGradients);
+}
+
+SampledProduct::Columns SampledProduct::pack_x(int64_t first, int64_t last, const Chunk& chunk) const {
+  const Matrix its_x = part_of(x, chunk, first * block_in, (last - first) * block_in);
+  const int64_t block = block_in % column() == 0 ? column() : block_in;
+  const void* packed = pack(its_x, chunk, block, column(), Scratch::kPanels);
+  return {first, last, advance(packed, -first * padded_in * chunk.steps * unit)};
+}
+
+void SampledProduct::run_task(int64_t task, const Rows& rows, const Chunk& chunk, const Columns& columns,
+                              const void* its_grad) const {
+  const int64_t end = tasks.task_start[task + 1];
+  int64_t k = tasks.task_start[task];
+  while (k < end) {
+    const int32_t row = tasks.row[k];
+    k = first_block(tasks, k, end, row, int32_t(columns.first));
+    const int64_t stop = first_block(tasks, k, end, row, int32_t(columns.last));
+    for (int64_t taken; k < stop; k += taken) {
+      taken = std::min(strip, stop - k);
+      kernels.sampled_strip(
+          {taken, tasks.col + k, advance(its_grad, (row - rows.first) * chunk.steps * block_out * unit), columns.packed,
+           chunk.steps, block_out, block_in, padded_in, column(), advance(values, k * block_bytes()), chunk.first > 0});
+    }
+    k = first_block(tasks, k, end, row + 1, 0);
+  }
+}
+
+void SampledProduct::multiply_rows(const Rows& rows, const Chunk& chunk, int64_t panels) const {
+  const void* its_grad = pack_grad(rows, chunk);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t columns = x.features / block_in;
+    const Columns its_x = pack_x(columns * panel / panels, columns * (panel + 1) / panels, chunk);
+    parallel_tasks(rows.tasks, [&](int64_t i) { run_task(rows.first_task + i, rows, chunk, its_x, its_grad); });
+  }
+}
+
+void SampledProduct::multiply() const {
+  const int64_t at_once = tokens_at_once(), threads = thread_count();
+  const int64_t x_bytes = x.features / block_in * padded_in * steps_of(at_once) * unit;
+  // Columns in panels that stay in a core's L2 cache while the blocks of all rows read them, with a strip or more of
+  // each row.
+  const int64_t strips = blocks() * block_out / std::max<int64_t>(grad.features, 1) / strip;
+  const int64_t panels = std::clamp<int64_t>(ceil_div(x_bytes, kL2Bytes), 1, std::max<int64_t>(strips, 1));
+  const bool is_own = threads <= kFewThreads && x_bytes <= kOwnBytes && tasks.tasks >= 2 * threads;
+  const int64_t parts = is_own ? threads : 1;
+  parallel_parts(parts, [&](int64_t part) {
+    const Rows rows = rows_of(part, parts);
+    if (rows.tasks == 0) return;
+    for (int64_t token = 0; token == 0 || token < tokens; token += at_once) {  // of no tokens, the sums are zeros
+      const int64_t count = std::min(at_once, tokens - token);
+      multiply_rows(rows, {token, count, steps_of(count)}, panels);
+    }
+  });
+}
+
 }  // namespace
 
 void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
                   Matrix grad, Matrix x, void* values, const BlockTasks& tasks) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = linear_kernels(isa, dtype, 2);  // the sum is over tokens, padded to whole units
-  const int64_t size = size_of(dtype), unit = kernels.unit_size, block_bytes = block_out * block_in * size;
-  const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
-  const bool on_tiles = kernels.tile_depth(block_out, 2) > 0;
-  // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
-  const int64_t column = on_tiles ? kTileSize : kernels.lanes;
-  const int64_t chunk = block_in % column == 0 ? column : padded_in;
-  const int64_t in_blocks = x.features / block_in, blocks = tasks.task_start[tasks.tasks];
-  const int64_t most = block_in % kernels.lanes != 0            ? kTokensOfSmallBlocks
-                       : blocks * block_bytes > kManyValueBytes ? kTokensOfManyValues
-                                                                : kTokens;
-  const int64_t at_once = std::max<int64_t>(size == 2 ? tokens : std::min(most, tokens), 1);
-  const int64_t least = on_tiles ? kTileSize : 1;
-  const auto steps_of = [&](int64_t count) { return ceil_div(count, kernels.k_pack * least) * least; };
-
-  // Pack `here` tokens from the first one on as BlockColumns.
-  const auto pack = [&](const Matrix& from, int64_t here, int64_t block, int64_t padded, Scratch slot) {
-    const int64_t count = from.features / block, steps = steps_of(here), block_units = steps * padded;
-    void* packed = scratch(slot, count * block_units * unit);
-    const BlockColumns columns = {from.data, from.stride, here, block, padded, packed, block_units};
-    const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
-    const int64_t cuts = ceil_div(count, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
-    parallel_tasks(step_cuts * cuts, [&](int64_t i) {
-      const int64_t step = i / cuts * kPackSteps, begin = i % cuts * at_a_time;
-      kernels.pack_block_columns(columns, step, std::min(step + kPackSteps, steps), begin,
-                                 std::min(begin + at_a_time, count));
-    });
-    return packed;
-  };
-  const auto turn = [&](const Matrix& from, int64_t here) {
-    const int64_t steps = steps_of(here);
-    void* packed = scratch(Scratch::kGradients, from.features * steps * unit);
-    const int64_t outputs = std::min(kTileSize, block_out), chunks = from.features / outputs;
-    const int64_t at_a_time = kPackFeatures / outputs, cuts = ceil_div(chunks, at_a_time);
-    parallel_tasks(steps / kTileSize * cuts, [&](int64_t i) {
-      const int64_t step = i / cuts * kTileSize, begin = i % cuts * at_a_time, token = step * kernels.k_pack;
-      for (int64_t c = begin; c < std::min(begin + at_a_time, chunks); ++c)
-        kernels.turn({advance(from.data, (token * from.stride + c * outputs) * size), from.stride, here - token,
-                      outputs, kTileSize, advance(packed, (c * steps + step) * outputs * unit), kTileSize, 0});
-    });
-    return packed;
-  };
-
-  const int64_t x_bytes = in_blocks * padded_in * steps_of(at_once) * unit, threads = thread_count();
-  // Columns in panels that stay in a core's L2 cache while the blocks of all rows read them, with a strip or more of
-  // each row.
-  const int64_t strips = blocks * block_out / std::max<int64_t>(grad.features, 1) / strip;
-  const int64_t panels = std::clamp<int64_t>(ceil_div(x_bytes, kL2Bytes), 1, std::max<int64_t>(strips, 1));
-  const bool is_own = threads <= kFewThreads && x_bytes <= kOwnBytes && tasks.tasks >= 2 * threads;
-  const int64_t parts = is_own ? threads : 1;
-  parallel_parts(parts, [&](int64_t part) {
-    const int64_t begin = tasks.tasks * part / parts, count = tasks.tasks * (part + 1) / parts - begin;
-    if (tasks.task_start[begin] == tasks.task_start[begin + count]) return;
-    const int64_t row = tasks.row[tasks.task_start[begin]];
-    const int64_t rows = tasks.row[tasks.task_start[begin + count] - 1] + 1 - row;
-    for (int64_t token = 0; token == 0 || token < tokens; token += at_once) {
-      const int64_t here = std::min(at_once, tokens - token), steps = steps_of(here);
-      const auto part_of = [&](const Matrix& from, int64_t feature, int64_t features) {
-        return Matrix{advance(from.data, (token * from.stride + feature) * size), from.stride, features};
-      };
-      const Matrix its_grad = part_of(grad, row * block_out, rows * block_out);
-      const void* packed_grad =
-          on_tiles ? turn(its_grad, here) : pack(its_grad, here, block_out, block_out, Scratch::kGradients);
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t first = in_blocks * panel / panels, last = in_blocks * (panel + 1) / panels;
-        const Matrix its_x = part_of(x, first * block_in, (last - first) * block_in);
-        const void* packed_x = block_in % chunk == 0 ? pack(its_x, here, chunk, chunk, Scratch::kPanels)
-                                                     : pack(its_x, here, block_in, padded_in, Scratch::kPanels);
-        packed_x = advance(packed_x, -first * padded_in * steps * unit);  // of column 0
-        parallel_tasks(count, [&](int64_t i) {
-          const int64_t task = begin + i, end = tasks.task_start[task + 1];
-          int64_t k = tasks.task_start[task];
-          while (k < end) {
-            const int32_t at_row = tasks.row[k];
-            k = first_block(tasks, k, end, at_row, int32_t(first));
-            const int64_t stop = first_block(tasks, k, end, at_row, int32_t(last));
-            for (int64_t taken; k < stop; k += taken) {
-              taken = std::min(strip, stop - k);
-              kernels.sampled_strip(
-                  {taken, tasks.col + k, advance(packed_grad, (at_row - row) * steps * block_out * unit), packed_x,
-                   steps, block_out, block_in, padded_in, chunk, advance(values, k * block_bytes), token > 0});
-            }
-            k = first_block(tasks, k, end, at_row + 1, 0);
-          }
-        });
-      }
-    }
-  });
+  SampledProduct{kernels, block_out, block_in, tokens, grad, x, values, tasks, size_of(dtype)}.multiply();
 }
 
 }  // namespace blocksparse
