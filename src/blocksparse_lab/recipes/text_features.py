@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -48,50 +49,23 @@ def features(
         chunk: maximum number of bytes per call; larger chunks need more memory and less time.
     """
     data = [np.frombuffer(encode(text), dtype=np.uint8) for text in texts]
-    lengths = np.array([len(one) for one in data], dtype=np.int64)
-    order = np.argsort(lengths, kind="stable")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with_means = hasattr(model, "outputs")
-    # Decay of a hidden state's weight per byte.
-    decays = {"fading": 0.5 ** (1 / HALF_LIFE), "mean": 1.0} if with_means else {}
+    order = sorted(range(len(data)), key=lambda row: len(data[row]))
     out: dict[str, np.ndarray] = {}
-    read, total = 0, int(lengths.sum())
+    read, total = 0, sum(map(len, data))
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
-            # Start with the longest texts: what does not fit into memory fails at once, not after an hour.
-            for start in reversed(range(0, len(order), batch)):
-                rows = order[start : start + batch]
-                side = np.zeros((lengths[rows[-1]], len(rows)), dtype=np.int64)
-                for column, row in enumerate(rows):
-                    side[: lengths[row], column] = data[row]
-                text = torch.from_numpy(side).to(device)
-                state = tuple(part.to(device) for part in model.initial_state(len(rows)))
-                sums: dict[str, Any] = dict.fromkeys(decays, 0.0)  # sums of hidden states over time
-                totals = dict.fromkeys(decays, 0.0)  # sums of their weights
-                ended = 0
-                for begin, end in pairwise(_call_bounds(lengths[rows], chunk)):
-                    # Skip the scores of 256 bytes if the model can.
-                    y, state = (model.outputs if with_means else model)(text[begin:end, ended:], state)
-                    read += (end - begin) * (len(rows) - ended)
-                    for name, part in decays.items():
-                        weights = part ** torch.arange(end - begin - 1, -1, -1.0, device=device)
-                        sums[name] = sums[name] * part ** (end - begin) + torch.tensordot(weights, y.float(), 1)
-                        totals[name] = totals[name] * part ** (end - begin) + float(weights.sum())
-                    now = int(np.searchsorted(lengths[rows], end, side="right"))
-                    if now > ended:
-                        cell, hidden = (state[nth][-1, : now - ended] for nth in (-1, 0))
-                        done = {"cell": cell, "squashed": cell.float().tanh(), "hidden": hidden}
-                        for name, of in sums.items():
-                            done[name] = of[: now - ended] / totals[name]
-                            sums[name] = of[now - ended :]
-                        _write_rows(out, done, rows[ended:now], len(texts))
-                        # Copy, so that further work has the memory layout of a batch of its own.
-                        state = tuple(part[:, now - ended :].contiguous() for part in state)
-                        ended = now
-                    if progress is not None:
-                        progress(read, total)
+        # Start with the longest texts: what does not fit into memory fails at once, not after an hour.
+        for start in reversed(range(0, len(order), batch)):
+            rows = order[start : start + batch]
+            for states, count in _read_side_by_side(model, [data[row] for row in rows], chunk):
+                if states:
+                    ended = len(next(iter(states.values())))
+                    _write_rows(out, states, rows[:ended], len(texts))
+                    rows = rows[ended:]
+                read += count
+                if progress is not None:
+                    progress(read, total)
     finally:
         model.train(training)
     if not out:
@@ -99,7 +73,60 @@ def features(
     return out
 
 
-def _write_rows(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray, texts: int) -> None:
+@torch.inference_mode()
+def _read_side_by_side(model: Any, texts: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Read texts, ordered by length. After each call, yield states of the texts that end there, and bytes read."""
+    lengths = [len(text) for text in texts]
+    side = np.zeros((lengths[-1], len(texts)), dtype=np.int64)
+    for column, text in enumerate(texts):
+        side[: len(text), column] = text
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    side_by_side = torch.from_numpy(side).to(device)
+    state = tuple(part.to(device) for part in model.initial_state(len(texts)))
+    with_means = hasattr(model, "outputs")
+    means = [_Mean("fading", 0.5 ** (1 / HALF_LIFE)), _Mean("mean", 1.0)] if with_means else []
+    ended = 0
+    for begin, end in pairwise(_call_bounds(lengths, chunk)):
+        # Skip the scores of 256 bytes if the model can.
+        y, state = (model.outputs if with_means else model)(side_by_side[begin:end, ended:], state)
+        for mean in means:
+            mean.add(y)
+        count = (end - begin) * (len(texts) - ended)
+        ending = bisect_right(lengths, end) - ended
+        if not ending:
+            yield {}, count
+            continue
+        cell, hidden = (state[nth][-1, :ending] for nth in (-1, 0))
+        states = {"cell": cell, "squashed": cell.float().tanh(), "hidden": hidden}
+        states |= {mean.name: mean.take(ending) for mean in means}
+        # Copy, so that further work has the memory layout of a batch of its own.
+        state = tuple(part[:, ending:].contiguous() for part in state)
+        ended += ending
+        yield states, count
+
+
+class _Mean:
+    """Mean of hidden states over time, whose weights decay by a factor per byte."""
+
+    def __init__(self, name: str, decay: float):
+        self.name, self.decay = name, decay
+        self.sum: Any = 0.0
+        self.weights = 0.0
+
+    def add(self, y: Tensor) -> None:
+        """Add hidden states `[time, batch, width]`."""
+        weights = self.decay ** torch.arange(len(y) - 1, -1, -1.0, device=y.device)
+        decayed = self.decay ** len(y)
+        self.sum = self.sum * decayed + torch.tensordot(weights, y.float(), 1)
+        self.weights = self.weights * decayed + float(weights.sum())
+
+    def take(self, count: int) -> Tensor:
+        """Return the means of the first texts, and remove these."""
+        means, self.sum = self.sum[:count] / self.weights, self.sum[count:]
+        return means
+
+
+def _write_rows(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: Sequence[int], texts: int) -> None:
     """Write the states of some texts into the rows of all."""
     for name, of in done.items():
         values = of.float().cpu().numpy()
@@ -110,10 +137,10 @@ def _write_rows(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.nd
         out[name][rows] = values
 
 
-def _call_bounds(lengths: np.ndarray, chunk: int) -> list[int]:
+def _call_bounds(lengths: Iterable[int], chunk: int) -> list[int]:
     """Return where calls start and end: at the end of every text, and at most a chunk apart."""
     cuts = [0]
-    for end in np.unique(lengths).tolist():
+    for end in sorted(set(lengths)):
         cuts += [*range(cuts[-1] + chunk, end, chunk), end]
     return cuts
 
