@@ -208,8 +208,8 @@ def check_optimizer_state(
     for key, value in state.items():
         if averaged_axis(key, value, parameter.shape) is not None:
             continue
-        if key == BLOCK_AGE:
-            check_block_age(value, parameter.shape)
+        if key in STATES_OF_BLOCKS:
+            check_state_of_blocks(key, value, parameter.shape)
             continue
         size = value.numel() if isinstance(value, torch.Tensor) else 1
         if isinstance(value, list | tuple | deque):
@@ -223,20 +223,25 @@ def check_optimizer_state(
             )
 
 
-BLOCK_AGE = "block_age"  # the state in which `BlockClock` counts the steps of each block
+# States with some numbers for each block: `BlockClock` counts the block's steps, and 1 marks a block that has had no
+# gradient yet.
+BLOCK_AGE, BLOCK_IS_NEW = "block_age", "block_is_new"
+STATES_OF_BLOCKS = {BLOCK_AGE: 2, BLOCK_IS_NEW: 1}
 
 
-def is_block_age(name: str, value: Any, shape: torch.Size) -> bool:
-    """Return whether a state of a parameter of this shape has the ages of its blocks, `[nnz, 2]`."""
-    return name == BLOCK_AGE and isinstance(value, torch.Tensor) and list(value.shape) == [shape[0], 2]
+def is_state_of_blocks(name: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether a state of a parameter of this shape has some numbers for each block, `[nnz, numbers]`."""
+    numbers = STATES_OF_BLOCKS.get(name)
+    return numbers is not None and isinstance(value, torch.Tensor) and list(value.shape) == [shape[0], numbers]
 
 
-def check_block_age(value: Any, shape: torch.Size) -> None:
-    """Raise a BlockSparseError unless the state `block_age` of a parameter of this shape has the shape of ages."""
-    if not is_block_age(BLOCK_AGE, value, shape):
+def check_state_of_blocks(name: str, value: Any, shape: torch.Size) -> None:
+    """Raise a BlockSparseError unless a state has its numbers for each block of a parameter of this shape."""
+    if not is_state_of_blocks(name, value, shape):
         raise BlockSparseError.expected(
-            f"{BLOCK_AGE} in the optimizer's state",
-            f"ages of all blocks, {[shape[0], 2]} (load the state that was saved with these layouts)",
+            f"{name} in the optimizer's state",
+            f"numbers of all blocks, {[shape[0], STATES_OF_BLOCKS[name]]} (load the state that was saved with these "
+            "layouts)",
             shape_of(value),
         )
 

@@ -26,6 +26,12 @@ OTHERS = {
     "RMSprop-centered": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
     "Adafactor": lambda params: torch.optim.Adafactor(params),
 }
+
+
+def adam_without_means(params):
+    return torch.optim.Adam(params, lr=1e-3, betas=(0.0, 0.999))
+
+
 CHANGES = {
     "SET": lambda layer, optimizer, seen: bs.sparsity.SET(layer, optimizer, init="zeros", on_layout_change=seen),
     "RigL": lambda layer, optimizer, seen: bs.sparsity.RigL(layer, optimizer, 9, every=1, on_layout_change=seen),
@@ -111,17 +117,29 @@ def test_new_blocks_next_to_dead_ones_do_not_move_too_far():
         assert 0.05 < moved.max() <= 1.3
 
 
+@pytest.mark.parametrize("resumed", [True, False], ids=["resumed", "rewired"])
 @pytest.mark.parametrize("block_size", [1, 8])
-def test_training_resumed_between_a_change_and_the_next_step_ends_with_the_same_bits(block_size):
+@pytest.mark.parametrize("make", [ADAMS["Adam-0.9-0.999"], adam_without_means, OTHERS["RMSprop"]])
+def test_blocks_without_gradients_keep_their_age(make, block_size, resumed):
+    """Old blocks whose gradients are 0 do not become new, and new ones stay new, in a resumed run or at a change."""
     torch.manual_seed(0)
     layers = [bs.nn.Linear(48, 32, density=0.25, block_size=block_size) for _ in range(2)]
-    optimizers = [torch.optim.Adam(layer.parameters()) for layer in layers]
+    optimizers = [make(layer.parameters()) for layer in layers]
     for _ in range(20):
         draw_gradient(layers[0])
         optimizers[0].step()
     new = changed(layers[0], optimizers[0]) < 0
+    silent = torch.rand(len(new)) < 0.5
+    assert (new & silent).any()
+    assert (new & ~silent).any()
+    for _ in range(3):
+        draw_gradient(layers[0])
+        layers[0].values.grad[silent] = 0
+        optimizers[0].step()
     layers[1].load_state_dict(layers[0].state_dict())
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    if not resumed:  # the other layer goes on without a change
+        bs.sparsity.rewire(layers[1], [], [], [], optimizers[1])
     for _ in range(5):
         grad = torch.randn_like(layers[0].values)
         grad[new] *= 10
@@ -129,6 +147,35 @@ def test_training_resumed_between_a_change_and_the_next_step_ends_with_the_same_
             layer.values.grad = grad.clone()
             optimizer.step()
         assert torch.equal(layers[0].values, layers[1].values)
+
+
+def test_silent_connections_step_as_in_a_dense_weight():
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(4, 4, block_size=1, bias=False)
+    dense = nn.Parameter(layer.weight.detach().double())
+    optimizer, judge = adam_without_means(layer.parameters()), adam_without_means([dense])
+    for inputs in ([0.01, 0.01, 0.01, 0.01], [0.0, 0.01, 0.01, 0.01], [1.0, 1.0, 1.0, 1.0]):
+        bs.sparsity.rewire(layer, [], [], [], optimizer)
+        x = torch.tensor([inputs])
+        for loss in (layer(x).square().sum(), (x.double() @ dense.T).square().sum()):
+            loss.backward()
+        optimizer.step()
+        judge.step()
+        optimizer.zero_grad()
+        judge.zero_grad()
+    torch.testing.assert_close(layer.weight.detach().double(), dense.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("damage", [lambda new: new[:-1], lambda new: new.flatten(), lambda new: "new"])
+def test_damaged_marks_of_new_blocks_are_refused_before_a_step(damage):
+    layer, optimizer = stepped(ADAMS["Adam-0.9-0.999"])
+    changed(layer, optimizer)
+    state = optimizer.state_dict()
+    state["state"][0]["block_is_new"] = damage(state["state"][0]["block_is_new"])
+    optimizer.load_state_dict(state)
+    draw_gradient(layer)
+    with pytest.raises(bs.BlockSparseError, match="block_is_new in the optimizer's state: "):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["sparsify", "densify", "finish"])
@@ -326,9 +373,10 @@ def test_all_optimizers_that_step_on_a_weight_follow(given):
     source = changed(layer, chosen)
     new = source < 0
     for state, old in zip(states, before, strict=True):
-        for name, kept in state.items():
+        for name, before_change in old.items():
+            kept = state[name]
             if kept.dim():
-                assert torch.equal(kept[~new], old[name][source[~new]])
+                assert torch.equal(kept[~new], before_change[source[~new]])
                 if name != "exp_avg_sq":
                     assert torch.equal(kept[new], layer.values.detach()[new] * (name == "slow"))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from ..checked import averaged_axis, is_block_age
+from ..checked import averaged_axis, is_state_of_blocks
 from ..checkpoint import as_json, parsed
 from ..errors import BlockSparseError, first_line
 from ..files import path_of
@@ -397,7 +397,7 @@ def _hyperparameters(state: DistributedState, parameter: nn.Parameter) -> dict[s
 def _is_per_block(state: DistributedState, name: str, key: str, value: Tensor, shape: torch.Size) -> bool:
     """Return whether a state of a parameter `name` of this shape has a row for each block, but another shape."""
     is_factored = averaged_axis(key, value, shape) is not None
-    return state.layer_of_values(name) is not None and (is_factored or is_block_age(key, value, shape))
+    return state.layer_of_values(name) is not None and (is_factored or is_state_of_blocks(key, value, shape))
 
 
 def _device_of(key: str, parameter: nn.Parameter, state: DistributedState) -> torch.device:

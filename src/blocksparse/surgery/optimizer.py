@@ -11,10 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checked import BLOCK_AGE, averaged_axis, check_optimizer_state, is_block_age
+from ..checked import (
+    BLOCK_AGE,
+    BLOCK_IS_NEW,
+    STATES_OF_BLOCKS,
+    averaged_axis,
+    check_optimizer_state,
+    check_state_of_blocks,
+    is_state_of_blocks,
+)
 from ..errors import BlockSparseError, warn_user
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
-from .rows import put_rows, take_rows, true_positions
+from .rows import fill_rows, put_rows, take_rows, true_positions
 from .sharding import local_of
 
 # The initial state of new weights, by the names that PyTorch and other libraries use:
@@ -131,7 +139,7 @@ def has_block_clock(optimizer: Any) -> bool:
 
 def follows_blocks(name: str, state: Any, shape: torch.Size) -> bool:
     """Return whether a state has entries per block of values of this shape: the same shape, or a factor of it."""
-    if (isinstance(state, Tensor) and state.shape == shape) or is_block_age(name, state, shape):
+    if (isinstance(state, Tensor) and state.shape == shape) or is_state_of_blocks(name, state, shape):
         return True
     return len(shape) > 2 and averaged_axis(name, state, shape) is not None
 
@@ -243,7 +251,7 @@ def _convert_state(state: dict[str, Any], shape: torch.Size, convert: Callable[[
     """Return the state of a parameter of this shape, with each tensor per weight converted."""
     new = {}
     for name, each in state.items():
-        if name == BLOCK_AGE:  # a dense weight has none
+        if name in STATES_OF_BLOCKS:  # a dense weight has none
             continue
         axis = averaged_axis(name, each, shape)
         if axis is not None:
@@ -324,14 +332,11 @@ class NewBlocks:
 
     RigL grows blocks where gradients are large, so second moments that start at the mean of the others would move them
     too far. Only Adam and its relatives, and RMSprop, need this; others never move a block by more than the rate.
-
-    Args:
-        parameter: the parameter of the blocks.
-        blocks: bool, the local blocks that have had no gradient yet.
     """
 
-    def __init__(self, parameter: Tensor, blocks: Tensor):
-        self._parameter, self._size, self._places = ref(parameter), len(blocks), true_positions(blocks)
+    def __init__(self, parameter: Tensor, is_new: Tensor):
+        self._parameter, self._size = ref(parameter), len(is_new)
+        self._places = true_positions(is_new)
 
     @torch.no_grad()
     def __call__(self, optimizer: Any) -> bool:
@@ -355,36 +360,22 @@ class NewBlocks:
                 rows = take_rows(local := local_of(each), places)
                 bound = minimum.view(-1, *[1] * (local.dim() - 1))
                 put_rows(local, places, rows.maximum(bound.to(local.dtype)))
+        if BLOCK_IS_NEW in state:
+            fill_rows(local_of(state[BLOCK_IS_NEW]), places[squares > 0], 0)
         self._places = places[squares == 0]
         return not self._places.numel()
 
 
-def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Register `NewBlocks` for the blocks of a parameter whose state shows no gradient yet.
+def has_second_moments(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Return whether an optimizer's state has second moments of this parameter that `NewBlocks` can raise."""
+    return any(isinstance(state.get(name), Tensor) and state[name].shape == parameter.shape for name in SECOND_MOMENTS)
 
-    Their first moments are 0, and their second moments are equal but not 0; so it is after saving and loading, too.
-    """
-    second = next((state[name] for name in SECOND_MOMENTS if isinstance(state.get(name), Tensor)), None)
-    if second is None or second.dim() < 3:
-        return
-    numbers, first = local_of(second).flatten(1), state.get("exp_avg")
-    if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # new numbers look like others
-        return
-    if not isinstance(first, Tensor) or first.shape != second.shape:
-        blocks = numbers[:, 0].ne(0)
-    else:
-        means = local_of(first).flatten(1)
-        blocks = means[:, 0].eq(0)
-        blocks &= numbers[:, 0].ne(0)
-        if numbers.shape[1] > 1:
-            candidates = true_positions(blocks)  # few, so that the rest of most blocks is not read
-            blocks[candidates] = (take_rows(means, candidates) == 0).all(1)
-    if numbers.shape[1] > 1:
-        candidates = true_positions(blocks)
-        rows = take_rows(numbers, candidates)
-        blocks[candidates] = (rows == rows[:, :1]).all(1)
-    if blocks.any():
-        call_before_next_step(parameter, NewBlocks(parameter, blocks))
+
+def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Register `NewBlocks` for the blocks of a parameter whose state marks them as new."""
+    is_new = local_of(state[BLOCK_IS_NEW]).flatten().ne(0)
+    if is_new.any():
+        call_before_next_step(parameter, NewBlocks(parameter, is_new))
 
 
 def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
@@ -393,7 +384,9 @@ def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if state := optimizer.state.get(parameter):
-                watch_new_blocks(parameter, state)
+                if BLOCK_IS_NEW in state:
+                    check_state_of_blocks(BLOCK_IS_NEW, state[BLOCK_IS_NEW], parameter.shape)
+                    watch_new_blocks(parameter, state)
                 if BLOCK_AGE in state and not has_clock:
                     has_clock = True  # one warning is enough
                     warn_user(

@@ -11,11 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checked import BLOCK_AGE
+from ..checked import BLOCK_AGE, BLOCK_IS_NEW
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from .optimizer import SECOND_MOMENTS, Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
+from .optimizer import (
+    SECOND_MOMENTS,
+    Measures,
+    follows_blocks,
+    has_second_moments,
+    measure_state,
+    start_of,
+    states_of,
+    watch_new_blocks,
+)
 from .rows import fill_rows, put_rows, take_rows, true_positions
 from .sharding import local_of, may_be_sharded, sharding
 
@@ -149,6 +158,10 @@ class WeightHandle(ABC):
             if has_clock and survivors is not None and BLOCK_AGE not in state:
                 ages = torch.full((len(self.local), 2), 255.0, device=values.device)  # all blocks are as old as can be
                 state[BLOCK_AGE] = self._shard_state(self.parameter, ages, self.parameter.shape[0])
+            waits = survivors is not None and not has_clock and has_second_moments(state, self.parameter)
+            if waits and BLOCK_IS_NEW not in state:
+                none = torch.zeros(len(self.local), 1, device=values.device)
+                state[BLOCK_IS_NEW] = self._shard_state(self.parameter, none, self.parameter.shape[0])
             for name, tensor in state.items():
                 if not follows_blocks(name, tensor, self.parameter.shape):
                     continue
@@ -156,6 +169,8 @@ class WeightHandle(ABC):
                 moved = move(local)
                 if survivors is None or (has_clock and name in SECOND_MOMENTS):
                     start: float | None = 0.0
+                elif name == BLOCK_IS_NEW:
+                    start = 0.0 if has_clock else 1.0
                 else:
                     start = start_of(name, group, partial(self._measure, local, survivors, moved, len(grown)))
                 if start is None:
@@ -163,7 +178,8 @@ class WeightHandle(ABC):
                 elif start:
                     fill_rows(moved, places, start)
                 state[name] = self._shard_state(tensor, moved, nnz)
-            watch_new_blocks(self.parameter, state)
+            if BLOCK_IS_NEW in state:
+                watch_new_blocks(self.parameter, state)
 
     def _measure(self, local: Tensor, survivors: Callable[[], Tensor], moved: Tensor, grown: int) -> Measures:
         """Measure a state over the blocks that stay, or over all if none does, on all processes, without padding.

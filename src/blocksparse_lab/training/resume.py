@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse import checkpoint
-from blocksparse.checked import integer, is_block_age, number
+from blocksparse.checked import integer, is_state_of_blocks, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 
@@ -83,7 +83,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
         parameter, _, key = name.rpartition(".")
         if parameter not in stored:
             raise BlockSparseError.expected(str(path), "states of the model's parameters", f"optimizer.{name}")
-        if not is_block_age(key, tensors[f"optimizer.{name}"], stored[parameter].shape):
+        if not is_state_of_blocks(key, tensors[f"optimizer.{name}"], stored[parameter].shape):
             check(f"optimizer.{name}", [] if key == "step" else list(stored[parameter].shape), None)
     check("trainer.total", [], torch.float64)
     check("rng.cpu", list(torch.get_rng_state().shape), torch.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checked import BLOCK_AGE, check_block_age, integer
+from ...checked import BLOCK_AGE, check_state_of_blocks, integer
 from ...errors import BlockSparseError, warn_user
 from ...surgery.optimizer import clocked, has_block_clock, is_optimizer, unwrapped
 from ...surgery.rows import put_rows, take_rows
@@ -131,7 +131,7 @@ class BlockClock:
                 ages = optimizer.state.get(parameter, {}).get(BLOCK_AGE)
                 if ages is None:
                     continue
-                check_block_age(ages, parameter.shape)
+                check_state_of_blocks(BLOCK_AGE, ages, parameter.shape)
                 young = self._young_blocks(parameter, local_of(ages), min(limit, MAX_AGE))
                 if young.numel():
                     self._before[parameter] = young, take_rows(local_of(parameter.detach()), young)
