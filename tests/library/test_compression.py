@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -71,10 +72,15 @@ def test_the_given_model_is_not_called():
     assert all(parameter.grad is None for parameter in result.model.parameters())
 
 
-def test_layers_that_are_sparse_already_stay():
+@pytest.mark.parametrize("skip", [(), "last"])
+def test_layers_that_are_sparse_already_stay(skip, recwarn):
     model = Classifier().eval()
     model.last = bs.nn.Linear(64, 8, block_size=8, density=0.5)
-    result = bs.compress(model, labelled(128), **options())
+    warnings.simplefilter("always", bs.SparsityWarning)
+    result = bs.compress(model, labelled(128), **options(skip=skip))
+    named = [each for each in recwarn if "dense weights only" in str(each.message)]
+    assert len(named) == (not skip)
+    assert all("last.weight: stays at density 0.5" in str(each.message) for each in named)
     assert result.model.last.layout.density == 0.5
     assert result.model.first.layout.density == result.density == 0.25
 
@@ -424,8 +430,8 @@ def test_bad_input(changed, match):
 
 def test_tradeoff_counts_equal_classes_if_the_data_have_labels(monkeypatch):
     kinds = []
-    module = importlib.import_module("blocksparse.compression.tradeoff")
-    monkeypatch.setattr(module, "agreement", lambda result, target, kind: kinds.append(kind) or 1.0)
+    module = importlib.import_module("blocksparse.sparsity.distillation")
+    monkeypatch.setattr(module, "output_agreement", lambda result, target, kind: kinds.append(kind) or 1.0)
     data, model = labelled(128), nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).eval()
     for batches, kind in ((data, "kl"), ([x for x, _ in data], "mse")):
         bs.tradeoff(model, batches, densities=[0.5], block_size=8)
@@ -450,7 +456,8 @@ def test_tradeoff_leaves_out_what_was_sparse_and_experts_without_rows(monkeypatc
     module = importlib.import_module("blocksparse.compression.tradeoff")
     monkeypatch.setattr(module, "keep_faster", lambda model, plan, example: plan)
     monkeypatch.setattr(module, "_limit", lambda reader, batches, seconds: batches[:1])  # as for a slow model
-    measured = bs.tradeoff(Routed().eval(), torch.randn(64, 32).split(16), densities=[0.5], block_size=8, skip=[])
+    with pytest.warns(bs.SparsityWarning, match=r"tradeoff changes dense weights only[^$]*first.weight: stays"):
+        measured = bs.tradeoff(Routed().eval(), torch.randn(64, 32).split(16), densities=[0.5], block_size=8, skip=[])
     assert measured.points[1].density == 0.5
     assert measured.options == ", block_size=8, skip=skip"
 

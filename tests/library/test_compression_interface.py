@@ -379,6 +379,16 @@ def test_the_recommendation():
     assert "bs.compress" not in advice(Point(0.5, 1.5, 0.995)).recommendation
 
 
+def test_a_row_says_which_density_was_asked_for():
+    lines = str(advice(Point(1.0, 1.0, 1.0, asked=0.5), Point(0.097, 4.0, 0.5, asked=0.1))).splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["asked", "density", "speed-up", "agreement"],
+        ["1", "1.00", "1.0000"],
+        ["0.5", "1", "1.00", "1.0000"],
+        ["0.1", "0.097", "4.00", "0.5000"],
+    ]
+
+
 @pytest.mark.parametrize("name", ["mlp.up", "attention.output.dense.projection"])
 def test_many_layers_fit_into_80_columns(tmp_path, name):
     names = [f"transformer.layers.{index}.{name}" for index in range(40)]

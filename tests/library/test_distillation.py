@@ -30,15 +30,32 @@ def test_each_loss_is_zero_for_equal_outputs_only(kind):
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)], ids=str)
 def test_each_loss_compares_two_dtypes(kind, dtypes):
     x = torch.rand(6, 5).softmax(1)
-    loss, score = ((f)(x.to(dtypes[0]), x.to(dtypes[1]), kind) for f in (distillation.compare, distillation.agreement))
+    loss, score = (
+        (f)(x.to(dtypes[0]), x.to(dtypes[1]), kind) for f in (distillation.compare, distillation.output_agreement)
+    )
     assert abs(float(loss)) < 1e-3
     assert score > 0.99
 
 
 def test_the_agreement_on_a_constant():
     target = torch.full((4, 1), 2.0)
-    assert distillation.agreement(target, target, "mse") == 1
-    assert distillation.agreement(target + 1, target, "mse") == 0.75
+    assert distillation.output_agreement(target, target, "mse") == 1
+    assert distillation.output_agreement(target + 1, target, "mse") == 0.75
+
+
+@pytest.mark.parametrize(("names", "expected"), [(("first", "second"), 0.75), (("logits", "hidden"), 1.0)])
+def test_the_agreement_is_that_of_the_worst_output_or_of_logits(names, expected):
+    class Model(nn.Module):
+        def __init__(self, shift):
+            super().__init__()
+            self.shift = shift
+
+        def forward(self, x):
+            return dict(zip(names, (x, torch.full((4, 1), 2.0 + self.shift)), strict=True))
+
+    judge = bs.sparsity.Distillation(Model(0.0), Model(1.0))
+    x = torch.randn(4, 3)
+    assert judge.agreement(judge.run_student(x), judge.run_teacher(x)) == expected
 
 
 def test_outputs_are_recognized():

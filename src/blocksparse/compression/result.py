@@ -26,10 +26,12 @@ class Point:
             that they keep all of their blocks; 1 for the dense model.
         speedup: dense time / block-sparse time of a call of the whole model.
         agreement: agreement with the teacher, at most 1: the fraction of equal predicted classes for classifiers, the
-            mean cosine for unit vectors, and otherwise 1 - squared error / variance.
+            mean cosine for unit vectors, and otherwise 1 - squared error / variance. Of several outputs the lowest,
+            or of those named logits if there are any.
         loss: the training loss; None in a `Tradeoff`, which trains nothing.
         metric: the result of `evaluate`, or None without one.
         minutes: minutes since the start.
+        asked: the density that was asked for, in a `Tradeoff`. Weights that would not get faster stay dense.
     """
 
     density: float
@@ -38,6 +40,7 @@ class Point:
     loss: float | None = None
     metric: float | None = None
     minutes: float = 0.0
+    asked: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,15 +112,17 @@ class CompressionResult:
 
 def curve_table(points: Sequence[Point], *, minutes: bool = True) -> str:
     """Return points as the text of a table, with a column of minutes or without."""
-    has_metric = any(point.metric is not None for point in points)
-    head = f"{'density':>8}{'speed-up':>10}{'agreement':>11}{'minutes' * minutes:>9}{'metric' * has_metric:>10}"
-    lines = [
-        f"{point.density:>8.3g}{point.speedup:>10.2f}{max(0.0, point.agreement):>11.4f}"
-        + (f"{point.minutes:>9.1f}" if minutes else "")
-        + (f"{point.metric:>10.4g}" if point.metric is not None else "")
-        for point in points
-    ]
-    return "\n".join([head.rstrip(), *lines])
+    columns = {
+        "asked": ["" if point.asked is None else f"{point.asked:.3g}" for point in points],
+        "density": [f"{point.density:.3g}" for point in points],
+        "speed-up": [f"{point.speedup:.2f}" for point in points],
+        "agreement": [f"{max(0.0, point.agreement):.4f}" for point in points],
+        "minutes": [f"{point.minutes:.1f}" * minutes for point in points],
+        "metric": ["" if point.metric is None else f"{point.metric:.4g}" for point in points],
+    }
+    shown = [[name, *cells] for name, cells in columns.items() if any(cells)]
+    aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in shown]
+    return "\n".join(" " + "  ".join(row) for row in zip(*aligned, strict=True))
 
 
 def plot_curve(points: Sequence[Point], path: str | Path | None = None) -> Any:

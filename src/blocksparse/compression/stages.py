@@ -24,6 +24,7 @@ from ..conversion.sparsify import (
     select_blocks,
     sparsify,
     survey_weights,
+    warn_of_sparse_weights,
 )
 from ..conversion.speed import KEEPS_ALL, Example, densify_slower, keep_faster
 from ..errors import BlockSparseError, SparsityWarning, format_reasons, warn_user
@@ -173,6 +174,7 @@ class CompressionRun:
         candidates = survey_weights(self.dense_model, self.block_size, skip)
         if not candidates.weights:
             raise no_weights_error(self.dense_model, candidates)
+        warn_of_sparse_weights("compress", candidates)
         calibration = self.training.data.calibration()
         arguments = self.training.reader.arguments(calibration[0])
         is_observed = calls_weights(self.dense_model, candidates.weights.values(), arguments)
@@ -189,7 +191,8 @@ class CompressionRun:
         if not plan.layouts:
             listed = "\n  ".join(format_reasons(self.dense_reasons))
             warn_user(
-                f"compress: nothing gets faster at density {self.target:.3g}; the model stays dense\n  {listed}",
+                f"compress: nothing gets faster at density {self.target:.3g}; no weight becomes block-sparse\n"
+                f"  {listed}",
             )
         self._tie_others(plan.layouts)
         self._count_full_weights()

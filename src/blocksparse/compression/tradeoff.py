@@ -18,12 +18,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..checked import positive_fraction
 from ..conversion.selection import Plan, ScoredSelection
-from ..conversion.sparsify import Survey, no_weights_error, select_blocks, sparsify, survey_weights
+from ..conversion.sparsify import (
+    Survey,
+    no_weights_error,
+    select_blocks,
+    sparsify,
+    survey_weights,
+    warn_of_sparse_weights,
+)
 from ..conversion.speed import Example, keep_faster
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
 from ..sparsity.calibration.calibrate import Batches, batch_error, progress, sample_count, values_of
-from ..sparsity.distillation import Distillation, Targets, agreement
+from ..sparsity.distillation import Distillation, Targets
 from ..sparsity.selection import check_density, dense_norms, top_blocks
 from ..surgery.blocks import mask_blocks_
 from ..surgery.model_tools import copy_model, evaluation_mode, split_arguments, unwrapped_model
@@ -244,6 +251,7 @@ def tradeoff(
     candidates = survey_weights(model, block_size, skip)
     if not candidates.weights:
         raise no_weights_error(model, candidates)
+    warn_of_sparse_weights("tradeoff", candidates)
     weights_of: dict[nn.Module, list[Prunable]] = {}
     for weight in candidates.weights.values():
         weights_of.setdefault(weight.module, []).append(weight)
@@ -274,11 +282,12 @@ def tradeoff(
     is_fast = is_observed and _limit(reader, calibration, seconds)[-1] is calibration[-1]
     to_sparsify = [{name: layout for name, layout in each.items() if layout.density < 1} for each in chosen]
     models = _fitted_models(model, candidates, to_sparsify, block_size, calibration, is_fast=is_fast)
-    for sparse, layouts in zip(models, chosen, strict=True):
+    for asked, sparse, layouts in zip(targets, models, chosen, strict=True):
         full = sum(candidates.weights[name].tensor.numel() for name, each in layouts.items() if each.density == 1)
         speedup = speedups.measure(sparse) if sparse_modules(sparse) - before else 1.0
         minutes = (time.monotonic() - begin) / 60
-        points.append(Point(density_of(sparse, before, full), speedup, measure_agreement(sparse), minutes=minutes))
+        density, agreed = density_of(sparse, before, full), measure_agreement(sparse)
+        points.append(Point(density, speedup, agreed, minutes=minutes, asked=asked))
     samples = sum(map(sample_count, held_out))
     return Tradeoff(tuple(points), tuple(sorted(layers, key=lambda layer: -layer.time)), samples, options)
 
@@ -411,9 +420,8 @@ class _Agreement:
         self.distillation.student = model
         with evaluation_mode(model):
             for (args, kwargs), targets in zip(self.calls, self.targets, strict=True):
-                name, target = next(iter(targets.tensors.items()))
-                result = self.distillation.run_student(*args, **kwargs).tensors[name]
-                values.append(agreement(result, target, self.distillation.kind_of(name, target)))
+                result = self.distillation.run_student(*args, **kwargs)
+                values.append(self.distillation.agreement(result, targets))
         return sum(values) / len(values)
 
 

@@ -22,7 +22,7 @@ from ..sparsity.calibration.calibrate import (
     byte_count,
     sample_count,
 )
-from ..sparsity.distillation import Distillation, Targets, agreement, check_same_outputs
+from ..sparsity.distillation import Distillation, Targets, check_same_outputs
 from ..surgery.model_tools import evaluation_mode
 from .batches import MAX_BYTES, BatchReader, Data, form_of, is_finite
 
@@ -212,9 +212,8 @@ class Training:
         with evaluation_mode(self.student):
             for index, batch in enumerate(self.data.held_out):
                 loss, result, targets = self.loss(index, held_out=True)
-                name, target = next(iter(targets.tensors.items()))
                 losses.append(float(loss))
-                agreements.append(agreement(result.tensors[name], target, self.distillation.kind_of(name, target)))
+                agreements.append(self.distillation.agreement(result, targets))
                 counts.append(sample_count(batch))
         total = sum(counts)
         loss_mean, agreed = (

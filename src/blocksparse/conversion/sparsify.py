@@ -249,6 +249,17 @@ def no_weights_error(model: nn.Module, candidates: Survey) -> BlockSparseError:
     return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
 
 
+def warn_of_sparse_weights(caller: str, candidates: Survey) -> None:
+    """Warn that a function changes dense weights only, and name the block-sparse ones."""
+    if candidates.sparse:
+        kept = {name: f"stays at density {layout.density:.3g}" for name, layout in candidates.sparse.items()}
+        listed = "\n  ".join(format_reasons(kept))
+        warn_user(
+            f"{caller} changes dense weights only. To change these too, call bs.densify(model) first; to agree, name "
+            f"them in skip=\n  {listed}"
+        )
+
+
 def _check_only_dense_options(options: Mapping[str, bool]) -> None:
     """Raise a BlockSparseError if options for dense weights are given.
 

@@ -153,6 +153,17 @@ class Distillation:
         """Return how an output with this name and value of the teacher is compared."""
         return output_kind(name, target, self.teacher) if self.kind == "auto" else self.kind
 
+    def agreement(self, result: Targets, targets: Targets) -> float:
+        """Return how well a student's result agrees with the teacher's, at most 1: the lowest agreement of an output.
+
+        If outputs are named logits, only they count.
+        """
+        names = [name for name in targets.tensors if name.endswith("logits")] or list(targets.tensors)
+        return min(
+            output_agreement(result.tensors[name], targets.tensors[name], self.kind_of(name, targets.tensors[name]))
+            for name in names
+        )
+
     def _layers(self) -> list[str]:
         """Return the names of the student's block-sparse layers whose outputs are compared."""
         if not self.hidden:
@@ -244,8 +255,8 @@ def compare(result: Tensor, target: Tensor, kind: str, temperature: float = 1.0)
     return (target_logs.exp() * (target_logs - logs)).sum(-1).mean() * temperature**2
 
 
-def agreement(result: Tensor, target: Tensor, kind: str) -> float:
-    """Return how well an output agrees with the target, at most 1.
+def output_agreement(result: Tensor, target: Tensor, kind: str) -> float:
+    """Return how well one output agrees with its target, at most 1.
 
     This is the fraction of equal largest classes for classes, the mean cosine for "cosine", and otherwise 1 - squared
     error / variance of the target, or / its mean square if the target is constant.

@@ -54,6 +54,6 @@ def compress(
     screen = console()
     say(screen, result.table())
     unit, figures = opened.unit, [opened.held_out(model) for model in (opened.model, result.model)]
-    say(screen, f"{figures[0]:.4g} {unit} dense, {figures[1]:.4g} compressed")
+    say(screen, f"{figures[0]:.4g} {unit} before, {figures[1]:.4g} compressed")
     written += [name for name in ("curve.json", recipe.PICTURE) if (out / name).is_file()]
     say(screen, f"wrote {', '.join(written)} in {out}")

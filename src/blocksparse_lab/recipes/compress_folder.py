@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blocksparse import checkpoint
 from blocksparse.conversion import report
 from blocksparse.errors import BlockSparseError
-from blocksparse.sparsity.distillation import agreement, output_kind, output_tensors
+from blocksparse.sparsity.distillation import Distillation
 
 from ..data import text
 from . import sparsify
@@ -70,7 +70,9 @@ def open_folder(folder: Path, data: Any) -> TrainedRun:
         parts = held_out.split(BATCH)
         if is_causal:
             return sum(float(other(**batch_of(rows)).loss) * len(rows) for rows in parts) / len(held_out)
-        return sum(_agreement(other, model, rows) * len(rows) for rows in parts) / len(held_out)
+        judge = Distillation(model, other)
+        agreed = [judge.agreement(judge.run_student(rows), judge.run_teacher(rows)) * len(rows) for rows in parts]
+        return sum(agreed) / len(held_out)
 
     def save(other: nn.Module, out: Path) -> list[str]:
         sparsify.save(stored, other, report(other, 64), out)
@@ -98,9 +100,3 @@ def _tokens(folder: Path, content: bytes, length: int) -> Tensor:
 def _length(model: Any) -> int:
     """Return the number of tokens of a sample, which does not exceed the positions of the model."""
     return min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
-
-
-def _agreement(model: nn.Module, dense: nn.Module, rows: Tensor) -> float:
-    """Return the agreement of two models' first outputs."""
-    (name, target), *_ = output_tensors(dense(rows)).items()
-    return agreement(output_tensors(model(rows))[name], target, output_kind(name, target, dense))
