@@ -147,7 +147,10 @@ def _quadrant(count: int) -> list[tuple[int, int]]:
 
 def _even_neighbors(neighbors: Any, nodes: int) -> int:
     """Return the number of neighbors, or raise a BlockSparseError unless it is even and below the number of nodes."""
-    even = integer("neighbors", neighbors, 2, below=nodes, of="the number of blocks")
+    even = integer("neighbors", neighbors, 2)
+    if even >= nodes:
+        few = f"fewer than the {nodes} blocks of a row: pass neighbors=, or use smaller blocks"
+        raise BlockSparseError.expected("neighbors", few, even)
     if even % 2:
         raise BlockSparseError.expected("neighbors", "an even int", even)
     return even

@@ -78,4 +78,6 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
         if os.path.isfile(path):
             return text.read(path)
     more = f" or a file in {data_dir}" if data_dir is not None else ", or a file's name with its folder as --data-dir"
+    if isinstance(name, str) and os.path.isfile(name):
+        more = f" (for a file of your own: --text {name})"
     raise BlockSparseError.expected("text", f"one of {', '.join(NAMES)}{more}", repr(name))

@@ -53,9 +53,10 @@ class GradientGrowth(DynamicSparsity):
         """Start to watch the layers, after a check of their types."""
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
-                expected = "a linear layer or a convolution (name others in skip; CHTs and SET change them too)"
+                expected = "a linear layer or a convolution for growth by gradient"
                 got = "a recurrent layer's weight" if isinstance(module, Weight) else type(module).__name__
-                raise BlockSparseError.expected(name or "modules", expected, got)
+                remedy = ': name it in skip, or grow otherwise: by SET, SMET, CHTs or growth="random"'
+                raise BlockSparseError.expected(name or "modules", expected, got + remedy)
         self._hook_optimizer()
         self._prepare()
 
