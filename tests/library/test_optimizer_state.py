@@ -138,7 +138,7 @@ def test_blocks_without_gradients_keep_their_age(make, block_size, resumed):
         optimizers[0].step()
     layers[1].load_state_dict(layers[0].state_dict())
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    if not resumed:  # the other layer goes on without a change
+    if not resumed:  # an empty change of the layout
         bs.sparsity.rewire(layers[1], [], [], [], optimizers[1])
     for _ in range(5):
         grad = torch.randn_like(layers[0].values)
