@@ -275,6 +275,7 @@ def _methods(
     own = {
         "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
         "shallow": _shallow(data, replace(recipe, **SHALLOW.get(data, {}))),
+        "fixed": replace(recipe, method="fixed"),
         "set": recipe,
         "set, he": replace(recipe, regrow="he"),
         "smet": replace(recipe, method="smet"),
@@ -305,9 +306,7 @@ def _methods(
         },
         contenders={
             "dense": short,
-            **{name: own[name] for name in ("narrow", "shallow")},
-            "fixed": replace(recipe, method="fixed"),
-            **{name: own[name] for name in ("set", "set, he")},
+            **{name: own[name] for name in ("narrow", "shallow", "fixed", "set", "set, he")},
             "set, ReLU": replace(recipe, alpha=0.0),
             "set, importance": replace(recipe, **importance),
             "set, elastic": replace(recipe, elastic=True),
@@ -418,9 +417,15 @@ VARIED = {
         (_REGROWN, _CALM, (0.03,)),
     )
 }
-# The best of them on the validation part.
+# The best of them on the validation part, and the mean with fixed and dense layouts.
 TESTED_VARIANTS = {
-    "cifar10": (("set", "mean", 0.03), ("prune and regrow", "mean", 0.03), ("prune and regrow", "10 times", 0.03))
+    "cifar10": (
+        ("set", "mean", 0.03),
+        ("fixed", "mean", 0.03),
+        ("shallow", "mean", 0.003),
+        ("prune and regrow", "mean", 0.03),
+        ("prune and regrow", "10 times", 0.03),
+    )
 }
 # Minutes per run: sparse or narrow nets, and dense wide nets.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
