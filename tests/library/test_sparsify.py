@@ -223,6 +223,15 @@ def test_a_function_sees_the_weight_in_whole_blocks():
     assert torch.equal(seen["0.weight"][:35, :21], model[0].weight)
 
 
+def test_densities_may_name_modules():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    sparse = bs.sparsify(model, {"1": 0.5, "1.0": 0.25}, 16, force=True)
+    assert {name: layout.density for name, layout in layouts_of(sparse).items()} == {
+        "1.0.weight": 0.25,
+        "1.1.weight": 0.5,
+    }
+
+
 def test_densities_and_layouts_by_name():
     model = mlp(32, 64, 64, 10)
     sparse = bs.sparsify(model, {"0.weight": 0.5, "2.weight": 0.25}, 16, force=True)

@@ -31,6 +31,7 @@ def data():
         ({"density": 0.01}, r"density: expected 0\.\d+ or more, that leaves each weight a block, got 0.01"),
         ({"density": {"0.weight": 0.01}}, "density: expected .* that leaves 0.weight one of its 16 blocks"),
         ({"density": {"1.weight": 0.5}}, "density: expected names out of 0.weight, 2.weight, got '1.weight'"),
+        ({"density": {0: 0.5}}, "density: expected names out of 0.weight, 2.weight, got 0"),
         ({"density": 0.01, "scope": "erk"}, "density: expected enough for one block of a layer"),
         ({"block_size": 0}, "block_size: expected a positive int"),
         (

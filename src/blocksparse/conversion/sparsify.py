@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ def sparsify(
         model: any module; it stays as it is unless `inplace`.
         density: fraction of the parameters to keep in weights that become block-sparse, above 0 and at most 1 (default
             0.1). A weight that keeps all of its blocks counts too, and stays dense unless `force`. A dict gives the
-            density of each weight by name; weights without a name stay dense.
+            density of each weight by its name or that of a module around it; others stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
         keep: "nonzero" if the weights were pruned: blocks with a nonzero value are kept, instead of densities and
             scores, and outputs stay equal. `block_size` may then be a list to choose from (default 32, 16, 8, 4, 1):
@@ -160,6 +160,8 @@ def sparsify(
         )
         _warn_if_missed(plan, can_calibrate=False)
         return model
+    if isinstance(density, Mapping):
+        density = _densities_of_weights(density, candidates.weights)
     if inplace and data is not None:
         _check_writable(model)
     batches = None if data is None else collect_batches(data, "data")
@@ -258,6 +260,20 @@ def warn_of_sparse_weights(caller: str, candidates: Survey) -> None:
             f"{caller} changes dense weights only. To change these too, call bs.densify(model) first; to agree, name "
             f"them in skip=\n  {listed}"
         )
+
+
+def _densities_of_weights(densities: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """Return densities by the names of weights instead of modules; the longest name that fits a weight counts.
+
+    >>> from blocksparse.conversion.sparsify import _densities_of_weights
+    >>> _densities_of_weights({"head": 0.5, "head.1": 0.1}, ["body.weight", "head.0.weight", "head.1.weight"])
+    {'head.0.weight': 0.5, 'head.1.weight': 0.1}
+    """
+    names, found = set(names), dict[str, float]()
+    for name in sorted(densities, key=lambda each: len(str(each))):
+        inside = sorted(each for each in names if each.startswith(f"{name}."))
+        found |= dict.fromkeys(inside or [name], densities[name])
+    return found
 
 
 def _check_only_dense_options(options: Mapping[str, bool]) -> None:
