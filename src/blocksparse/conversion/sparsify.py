@@ -271,7 +271,7 @@ def _densities_of_weights(densities: Mapping[str, float], names: Iterable[str]) 
     """
     names, found = set(names), dict[str, float]()
     for name in sorted(densities, key=lambda each: len(str(each))):
-        inside = sorted(each for each in names if each.startswith(f"{name}."))
+        inside = sorted(each for each in names if isinstance(name, str) and each.startswith(f"{name}."))
         found |= dict.fromkeys(inside or [name], densities[name])
     return found
 

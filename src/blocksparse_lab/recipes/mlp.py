@@ -60,6 +60,7 @@ class MLPSettings(Importance, EpochSettings):
     l1: float = option(0.0, "Adds this times the sum of |w| of the first layer to the loss.")
     batch: int = option(128, "Rows per step.")
     clip: float = option(0.0, "Clip the gradient at this norm; 0: never.")
+    ema: float = option(0.0, "Evaluate a running mean of the weights with this decay, such as 0.999; 0: the weights.")
     layout_seed: int | None = option(None, "Seed of the initial layouts, to share them between runs of other seeds.")
     init: str = "he"  # as for `SparseMLP`
     decay: str = "none"
