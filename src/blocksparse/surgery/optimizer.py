@@ -37,6 +37,8 @@ FROM_RATE = {"step_size"}
 # averages squares and begins at the mean over the weights that stay.
 
 SECOND_MOMENTS = "exp_avg_sq", "max_exp_avg_sq", "square_avg"
+# With a `BlockClock`, second moments begin at 0, and no block waits for its first gradient.
+FROM_ZERO_WITH_CLOCK = {*SECOND_MOMENTS, BLOCK_IS_NEW}
 # Above 0, so that the state of new blocks differs from that of blocks that have never had a gradient.
 MIN_SECOND_MOMENT = 1e-30
 
@@ -290,16 +292,21 @@ class Measures(NamedTuple):
     squares: float
 
 
-def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], Measures]) -> float | None:
+def start_of(
+    name: str, group: Mapping[str, Any], measure: Callable[[], Measures], *, has_clock: bool = False
+) -> float | None:
     """Return the initial value of a state for new weights; None for the weights themselves.
 
     Args:
         name: the state's name.
         group: the parameter group.
         measure: returns the measures of the state over the weights that stay.
+        has_clock: whether the optimizer has a `BlockClock`.
     """
-    if name in FROM_ZERO:
+    if name in FROM_ZERO or (has_clock and name in FROM_ZERO_WITH_CLOCK):
         return 0.0
+    if name == BLOCK_IS_NEW:
+        return 1.0
     if name in FROM_WEIGHT:
         return None
     if name in FROM_RATE:
@@ -355,20 +362,20 @@ class NewBlocks:
         minimum = squares
         if "betas" in group and "step" in state:
             minimum = squares * (1 - float(group["betas"][1]) ** (float(state["step"]) + 1))
-        for name in SECOND_MOMENTS:
-            if isinstance(each := state.get(name), Tensor) and each.shape == parameter.shape:
-                rows = take_rows(local := local_of(each), places)
-                bound = minimum.view(-1, *[1] * (local.dim() - 1))
-                put_rows(local, places, rows.maximum(bound.to(local.dtype)))
+        for each in second_moments(state, parameter):
+            rows = take_rows(local := local_of(each), places)
+            bound = minimum.view(-1, *[1] * (local.dim() - 1))
+            put_rows(local, places, rows.maximum(bound.to(local.dtype)))
         if BLOCK_IS_NEW in state:
             fill_rows(local_of(state[BLOCK_IS_NEW]), places[squares > 0], 0)
         self._places = places[squares == 0]
         return not self._places.numel()
 
 
-def has_second_moments(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Return whether an optimizer's state has second moments of this parameter that `NewBlocks` can raise."""
-    return any(isinstance(state.get(name), Tensor) and state[name].shape == parameter.shape for name in SECOND_MOMENTS)
+def second_moments(state: Mapping[str, Any], parameter: Tensor) -> list[Tensor]:
+    """Return the second moments of a parameter that `NewBlocks` can raise."""
+    moments = (state.get(name) for name in SECOND_MOMENTS)
+    return [each for each in moments if isinstance(each, Tensor) and each.shape == parameter.shape]
 
 
 def watch_new_blocks(parameter: Tensor, state: Mapping[str, Any]) -> None:

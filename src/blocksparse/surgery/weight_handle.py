@@ -16,11 +16,10 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from .optimizer import (
-    SECOND_MOMENTS,
     Measures,
     follows_blocks,
-    has_second_moments,
     measure_state,
+    second_moments,
     start_of,
     states_of,
     watch_new_blocks,
@@ -158,7 +157,7 @@ class WeightHandle(ABC):
             if has_clock and survivors is not None and BLOCK_AGE not in state:
                 ages = torch.full((len(self.local), 2), 255.0, device=values.device)  # all blocks are as old as can be
                 state[BLOCK_AGE] = self._shard_state(self.parameter, ages, self.parameter.shape[0])
-            waits = survivors is not None and not has_clock and has_second_moments(state, self.parameter)
+            waits = survivors is not None and not has_clock and second_moments(state, self.parameter)
             if waits and BLOCK_IS_NEW not in state:
                 none = torch.zeros(len(self.local), 1, device=values.device)
                 state[BLOCK_IS_NEW] = self._shard_state(self.parameter, none, self.parameter.shape[0])
@@ -167,12 +166,10 @@ class WeightHandle(ABC):
                     continue
                 local = local_of(tensor)
                 moved = move(local)
-                if survivors is None or (has_clock and name in SECOND_MOMENTS):
-                    start: float | None = 0.0
-                elif name == BLOCK_IS_NEW:
-                    start = 0.0 if has_clock else 1.0
-                else:
-                    start = start_of(name, group, partial(self._measure, local, survivors, moved, len(grown)))
+                start: float | None = 0.0
+                if survivors is not None:
+                    measure = partial(self._measure, local, survivors, moved, len(grown))
+                    start = start_of(name, group, measure, has_clock=has_clock)
                 if start is None:
                     put_rows(moved, places, take_rows(values, places))
                 elif start:
