@@ -36,6 +36,8 @@ struct SampledProduct {
   int64_t size;  // of a number
   bool on_tiles = kernels.tile_depth(block_out, 2) > 0;
   int64_t unit = kernels.unit_size, padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
+  // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
+  int64_t vector = on_tiles ? kTileSize : kernels.lanes, column = block_in % vector == 0 ? vector : padded_in;
 
   void multiply() const;
 
@@ -56,11 +58,6 @@ struct SampledProduct {
   int64_t steps_of(int64_t count) const {
     const int64_t least = on_tiles ? kTileSize : 1;
     return ceil_div(count, kernels.k_pack * least) * least;
-  }
-  // x is packed in columns of a vector or tile, whose steps lie one after another in the L1 cache.
-  int64_t column() const {
-    const int64_t whole = on_tiles ? kTileSize : kernels.lanes;
-    return block_in % whole == 0 ? whole : padded_in;
   }
   Matrix part_of(const Matrix& from, const Chunk& chunk, int64_t feature, int64_t features) const {
     return {advance(from.data, (chunk.first * from.stride + feature) * size), from.stride, features};
@@ -130,8 +127,8 @@ const void* SampledProduct::pack_grad(const Rows& rows, const Chunk& chunk) cons
 
 SampledProduct::Columns SampledProduct::pack_x(int64_t first, int64_t last, const Chunk& chunk) const {
   const Matrix its_x = part_of(x, chunk, first * block_in, (last - first) * block_in);
-  const int64_t block = block_in % column() == 0 ? column() : block_in;
-  const void* packed = pack(its_x, chunk, block, column(), Scratch::kPanels);
+  const int64_t block = block_in % column == 0 ? column : block_in;
+  const void* packed = pack(its_x, chunk, block, column, Scratch::kPanels);
   return {first, last, advance(packed, -first * padded_in * chunk.steps * unit)};
 }
 
@@ -147,7 +144,7 @@ void SampledProduct::run_task(int64_t task, const Rows& rows, const Chunk& chunk
       taken = std::min(strip, stop - k);
       kernels.sampled_strip(
           {taken, tasks.col + k, advance(its_grad, (row - rows.first) * chunk.steps * block_out * unit), columns.packed,
-           chunk.steps, block_out, block_in, padded_in, column(), advance(values, k * block_bytes()), chunk.first > 0});
+           chunk.steps, block_out, block_in, padded_in, column, advance(values, k * block_bytes()), chunk.first > 0});
     }
     k = first_block(tasks, k, end, row + 1, 0);
   }
