@@ -16,6 +16,8 @@ namespace {
 // Bytes of a copy, which stays in the L2 cache, and least positions of one. At once computed positions: two tiles.
 constexpr int64_t kCopyBytes = 1 << 20, kLeastPositions = 128, kPositions = 2 * kTileSize;
 constexpr int64_t kTasksPerThread = 4;
+// At a distance of a multiple of this, the same channels of all positions would share an eighth of the L1 cache's sets.
+constexpr int64_t kCrowded = 512;
 // Outputs that are written together, which in 16 bits are two cache lines.
 constexpr int64_t kOutputs = 64;
 // Of the positions with borders, at least this share must have outputs.
@@ -44,8 +46,8 @@ struct Borders {
   bool empty(const Image& x) const { return std::equal(size, size + 3, x.size); }
   int64_t positions() const { return size[0] * size[1] * size[2]; }
 
-  // Copy the positions [first, last) of all images.
-  void copy(const Image& x, int64_t n, int64_t bytes, int64_t first, int64_t last, char* to) const {
+  // Copy the positions [first, last) of all images, each of some bytes, to places `stride` bytes apart.
+  void copy(const Image& x, int64_t n, int64_t bytes, int64_t stride, int64_t first, int64_t last, char* to) const {
     for (int64_t p = first; p < last;) {
       const int64_t line = p / size[2], column = p % size[2], end = std::min(size[2], column + last - p);
       const int64_t row = line % size[1] - before[1], plane = line / size[1] % size[0] - before[0];
@@ -53,13 +55,12 @@ struct Borders {
       const bool inside = image < n && 0 <= row && row < x.size[1] && 0 <= plane && plane < x.size[0];
       const int64_t begin = inside ? std::clamp(before[2], column, end) : end;
       const int64_t stop = inside ? std::clamp(before[2] + x.size[2], begin, end) : end;
-      std::memset(to, 0, (begin - column) * bytes);
-      if (begin < stop) {
-        const int64_t from = ((image * x.size[0] + plane) * x.size[1] + row) * x.size[2] + begin - before[2];
-        std::memcpy(to + (begin - column) * bytes, advance(x.data, from * bytes), (stop - begin) * bytes);
-      }
-      std::memset(to + (stop - column) * bytes, 0, (end - stop) * bytes);
-      to += (end - column) * bytes, p += end - column;
+      std::memset(to, 0, (begin - column) * stride);
+      to += (begin - column) * stride;
+      const int64_t from = ((image * x.size[0] + plane) * x.size[1] + row) * x.size[2] - before[2];
+      for (int64_t c = begin; c < stop; ++c, to += stride) std::memcpy(to, advance(x.data, (from + c) * bytes), bytes);
+      std::memset(to, 0, (end - stop) * stride);
+      to += (end - stop) * stride, p += end - column;
     }
   }
 
@@ -120,12 +121,12 @@ bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activatio
   const int64_t all = n * borders.positions(), real = n * y.size[0] * y.size[1] * y.size[2];
   if (double(real) < kLeastShare * double(all)) return false;
 
-  const int64_t x_step = x.channels / kernels.k_pack;
+  const int64_t bytes = x.channels * size, stride = bytes + (bytes % kCrowded == 0 ? kCacheLine : 0);
+  const int64_t x_step = stride / size / kernels.k_pack;
   const AllTerms terms(borders, whole, kernel, rows, x_step, steps, steps * block_out);
-  const int64_t bytes = x.channels * size;
-  if (terms.farthest > std::max(kCopyBytes / bytes / 2, kLeastPositions)) return false;  // more copies than products
+  if (terms.farthest > std::max(kCopyBytes / stride / 2, kLeastPositions)) return false;  // more copies than products
   const int64_t wanted = ceil_div(all, kTasksPerThread * thread_count());
-  const int64_t most = std::max(kCopyBytes / bytes - terms.farthest, kLeastPositions);
+  const int64_t most = std::max(kCopyBytes / stride - terms.farthest, kLeastPositions);
   const int64_t at_once = std::clamp(ceil_div(wanted, kPositions) * kPositions, kLeastPositions, most);
   const int64_t together = std::max<int64_t>(kOutputs / block_out, 1);
   const bool streams = bypasses_caches(y, n, block_out, size);
@@ -135,8 +136,8 @@ bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activatio
   parallel_tasks(chunks * shares, [&](int64_t i) {
     const int64_t share = i % shares, first = i / shares * at_once, last = std::min(first + at_once, all);
     const int64_t end = last + kPositions;  // the last tiles may reach farther than the outputs
-    char* copy = static_cast<char*>(scratch(Scratch::kPanels, (end + terms.farthest - first) * bytes));
-    borders.copy(x, n, bytes, first, end + terms.farthest, copy);
+    char* copy = static_cast<char*>(scratch(Scratch::kPanels, (end + terms.farthest - first) * stride));
+    borders.copy(x, n, bytes, stride, first, end + terms.farthest, copy);
     std::vector<int64_t> at(end - first, -1);
     borders.find_outputs(y, n, first, last, at.data());
     for (int64_t& output : at) output *= y.channels;
@@ -152,7 +153,7 @@ bool conv_on_tiles(const ConvKernels& kernels, DType dtype, Activation activatio
         for (int64_t k = 0; k < here; ++k) {
           const int64_t begin = terms.start[r + k];
           kernels.bordered_piece({terms.start[r + k + 1] - begin, terms.input.data() + begin,
-                                  terms.weight.data() + begin, weights, steps, block_out, copy + start * bytes, x_step,
+                                  terms.weight.data() + begin, weights, steps, block_out, copy + start * stride, x_step,
                                   kPositions, advance(sums, k * block_out * sum_size), sums_row});
         }
         kernels.write_positions({sums, sums_row, kPositions, here * block_out,

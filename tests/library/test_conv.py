@@ -113,6 +113,15 @@ def test_many_images(backend, name):
         check(backend, layout, space, kernel, torch.float32, n=28, **steps)
 
 
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("channels", [256, 288])
+def test_positions_that_are_copied_apart(backend, channels):
+    """On tiles, the positions of 256 channels are copied with gaps, those of 288 without."""
+    layout = bs.patterns.random((64, channels), 32, density=0.4, seed=0)
+    with running(backend):
+        check(backend, layout, (9, 10), (3, 3), torch.bfloat16, padding=1)
+
+
 @st.composite
 def geometries(draw):
     dims = draw(st.integers(1, 3))
