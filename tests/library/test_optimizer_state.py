@@ -117,6 +117,40 @@ def test_new_blocks_next_to_dead_ones_do_not_move_too_far():
         assert 0.05 < moved.max() <= 1.3
 
 
+@pytest.mark.parametrize("passed", ["by place", "by name"])
+@pytest.mark.parametrize("make", [ADAMS["Adam-0.9-0.999"], OTHERS["RMSprop"]])
+def test_a_closure_changes_no_step(make, passed):
+    """Lightning computes the gradients inside the optimizer's step, by a closure."""
+    (plain, first), (other, second) = stepped(make), stepped(make)
+    for layer, optimizer in ((plain, first), (other, second)):
+        changed(layer, optimizer)
+    gradients = [10 * torch.randn_like(plain.values) for _ in range(5)]
+
+    def closure():
+        second.zero_grad()
+        other.values.grad = grad.clone()
+        return 7
+
+    for grad in gradients:
+        plain.values.grad = grad.clone()
+        first.step()
+        assert (second.step(closure) if passed == "by place" else second.step(closure=closure)) == 7
+        assert torch.equal(plain.values, other.values)
+
+
+def test_an_optimizer_without_second_moments_does_not_count_as_a_step_of_new_blocks():
+    layer, optimizer = stepped(OTHERS["RMSprop"])
+    slow = torch.optim.SGD(layer.parameters(), lr=1e-9, momentum=0.9)
+    draw_gradient(layer)
+    slow.step()
+    new = changed(layer, optimizer) < 0
+    for _ in range(3):
+        draw_gradient(layer)
+        layer.values.grad *= 30
+        slow.step()
+        assert moves(layer, optimizer)[new].max() <= 1.3
+
+
 @pytest.mark.parametrize("resumed", [True, False], ids=["resumed", "rewired"])
 @pytest.mark.parametrize("block_size", [1, 8])
 @pytest.mark.parametrize("make", [ADAMS["Adam-0.9-0.999"], adam_without_means, OTHERS["RMSprop"]])

@@ -359,14 +359,22 @@ def an_iteration(layer, optimizer):
     update(optimizer, layer(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))).square().sum())
 
 
-def test_no_weight_moves_when_the_layout_changes():
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_no_weight_moves_when_the_layout_changes(has_closure):
     torch.manual_seed(0)
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, weight_decay=0.1)
     method = bs.sparsity.RigL(layer, optimizer, end=10, every=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
     for moves in (True, False, True, False):
         before = [parameter.detach().clone() for parameter in layer.parameters()]
-        an_iteration(layer, optimizer)
+        optimizer.step(closure) if has_closure else an_iteration(layer, optimizer)
         after = [parameter.detach().clone() for parameter in layer.parameters()]
         assert all(torch.equal(a, b) != moves for a, b in zip(before, after, strict=True))
         assert method.step() != moves

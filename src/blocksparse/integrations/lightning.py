@@ -92,9 +92,6 @@ class SparsityCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._methods.add_penalties()  # gradients are unscaled here, but not clipped yet
-        # Without loss scaling, Lightning computes the gradients inside the optimizer's step.
-        if pl_module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is None:
-            self._methods.hold_weights()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._methods.finish()

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from ..checkpoint import part
 from ..errors import BlockSparseError, warn_user
 from ..sparsity.pruning.dense_pruner import DensePruner
-from ..sparsity.sparse_training.gradient_growth import GradientGrowth
 from ..sparsity.training_method import TrainingMethod
 from ..sparsity.updates import was_skipped
 from ..surgery.optimizer import unwrapped
@@ -77,12 +76,6 @@ class Methods:
                 "training, without an optimizer, and give the callback the method itself"
             )
         self.model, self.methods = model, methods
-
-    def hold_weights(self) -> None:
-        """Keep the weights in an iteration in which blocks grow, if the optimizer's step computes the gradients."""
-        for method in self.methods:
-            if isinstance(method, GradientGrowth):
-                method.hold_weights()
 
     def add_penalties(self, loss_scale: float = 1.0) -> None:
         """Add the gradients of the methods' penalties."""

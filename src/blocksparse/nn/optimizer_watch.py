@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ before_first_step: list[Callable[[torch.optim.Optimizer], None]] = []
 # Parameters whose shape has changed since the last step of an optimizer on them.
 _resized: Any = WeakIdKeyDictionary()
 
-# For parameters, a callback before the next step of an optimizer. It is removed once it returns True.
+# For parameters, a callback before the next update by an optimizer. It is removed once it returns True.
 _before_next: Any = WeakIdKeyDictionary()
 
 # For parameters whose layout was set without converting the optimizers' state: the state tensors for the old blocks,
@@ -51,7 +52,7 @@ def mark_state_stale(parameter: Tensor) -> None:
 
 
 def call_before_next_step(parameter: Tensor, call: Callable[[torch.optim.Optimizer], bool]) -> None:
-    """Call `call(optimizer)` before each step on the parameter with a gradient, until it returns True.
+    """Call `call(optimizer)` before each update of the parameter by its gradient, until it returns True.
 
     A parameter has one such callback; a second one replaces the first.
     """
@@ -63,15 +64,42 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def after_gradients(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any] | None:
+    """Make a call once a step's gradients are computed: at once, or after each call of the step's closure.
+
+    Args:
+        args: the positional arguments of a step; the optimizer comes first.
+        kwargs: its other arguments.
+        call: a function without arguments.
+
+    Returns:
+        The arguments with another closure, which a hook before the step returns; None if there is no closure.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        call()
+        return None
+
+    def closure_and_call() -> Any:
+        loss = closure()
+        call()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closure_and_call, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_call}
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Check the states of parameters whose layouts changed, and call what waits for the optimizer's next step."""
     if is_dynamo_compiling():  # a compiled step sees no changes of layouts
-        return
+        return None
     if not _stepped.get(optimizer):
         for call in before_first_step:
             call(optimizer)
     if not (_resized or _stale or _before_next):
-        return
+        return None
+    waits = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _resized:
@@ -79,6 +107,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 del _resized[parameter]
             if parameter in _stale:
                 _refuse_stale_state(optimizer, parameter)
+            waits = waits or parameter in _before_next
+    return after_gradients(args, kwargs, partial(_call_waiting, optimizer)) if waits else None
+
+
+def _call_waiting(optimizer: torch.optim.Optimizer) -> None:
+    """Call what waits for an update of the optimizer's parameters, of those that have a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             if parameter in _before_next and parameter.grad is not None and _before_next[parameter](optimizer):
                 del _before_next[parameter]
 

@@ -352,7 +352,7 @@ class NewBlocks:
         if parameter is None or parameter.grad is None or len(local_of(parameter)) != self._size:
             return True
         state, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
-        if not state or group is None:
+        if group is None or not state or not second_moments(state, parameter):  # another optimizer of the parameter
             return False
         grad = take_rows(local_of(parameter.grad), places).float()
         grad /= float(getattr(optimizer, "grad_scale", None) or 1)

@@ -16,6 +16,7 @@ from ...indices import Replacement
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
 from ...nn.module import Weight
+from ...nn.optimizer_watch import after_gradients
 from ...nn.tensor_parallel_part import TensorParallelPart
 from ...surgery.optimizer import unwrapped
 from ...surgery.rewire import replace_blocks
@@ -38,7 +39,7 @@ from .growth import best_places
 class GradientGrowth(DynamicSparsity):
     """A method that records the layers' inputs and output gradients in the iterations in which it grows blocks.
 
-    A subclass sets `norm` and `keep_lines`, then calls `_watch_gradients`. A hook clears the gradients before the
+    A subclass sets `norm` and `keep_lines`, then calls `_watch_gradients`. A hook clears the gradients in the
     optimizer's step in these iterations, so that weights do not move.
     """
 
@@ -80,14 +81,11 @@ class GradientGrowth(DynamicSparsity):
             self._optimizer_hook.remove()
         if self.optimizer is not None:
             # A weak reference: the optimizer must not keep the method alive.
-            hook = partial(_before_update, ref(self))
+            hook = partial(_before_step, ref(self))
             self._optimizer_hook = unwrapped(self.optimizer).register_step_pre_hook(hook)
 
-    def hold_weights(self) -> None:
-        """Clear all gradients in an iteration in which blocks grow; the optimizer calls this before its step.
-
-        If the optimizer computes gradients within its step, call it again after that.
-        """
+    def _hold_weights(self) -> None:
+        """Clear all gradients in an iteration in which blocks grow."""
         # If `step` is called before the optimizer's step, the watches are those of the next iteration.
         if self.optimizer is None or not any(watch.passes for watch in self._watches):
             return
@@ -179,15 +177,15 @@ class GradientGrowth(DynamicSparsity):
         replace_blocks(weight, change, self.optimizer, on_layout_change=self.on_layout_change)
 
 
-def _before_update(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Hook of the optimizer: clear gradients in an iteration in which blocks grow."""
+def _before_step(method: ref[GradientGrowth], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Hook of the optimizer: clear gradients in an iteration in which blocks grow, also those of the step's closure."""
     growth = method()
     if growth is None or unwrapped(growth.optimizer) is not optimizer or was_skipped(optimizer):
-        return
+        return None
     if growth._has_cleared:
         name = type(growth).__name__
         raise BlockSparseError(
             f"optimizer.step() called again before {name}'s step(): call both once per iteration, and delete a {name} "
             "that you no longer call"
         )
-    growth.hold_weights()
+    return after_gradients(args, kwargs, growth._hold_weights)

@@ -18,7 +18,7 @@ class RigL(GradientGrowth):
     In each `every`-th call of `step` before `end`, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks is
     dropped. The same number grows where the dense gradient has the largest norm. New values start at 0, and the
     optimizer's state starts as in `rewire`. A block that would be dropped and grown again stays. Weights do not move in
-    that iteration: a hook clears the gradients before the optimizer's step.
+    that iteration: a hook clears the gradients in the optimizer's step, also those of a closure.
 
     Only norms per block of the dense gradient are stored. They are computed a few rows of blocks at a time from the
     layers' inputs and output gradients, which hooks record in that iteration only. Several passes add up, as do all
