@@ -99,7 +99,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             call(optimizer)
     if not (_resized or _stale or _before_next):
         return None
-    waits = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _resized:
@@ -107,8 +106,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
                 del _resized[parameter]
             if parameter in _stale:
                 _refuse_stale_state(optimizer, parameter)
-            waits = waits or parameter in _before_next
-    return after_gradients(args, kwargs, partial(_call_waiting, optimizer)) if waits else None
+    return after_gradients(args, kwargs, partial(_call_waiting, optimizer)) if _before_next else None
 
 
 def _call_waiting(optimizer: torch.optim.Optimizer) -> None:

@@ -351,8 +351,9 @@ class NewBlocks:
         parameter, places = self._parameter(), self._places
         if parameter is None or parameter.grad is None or len(local_of(parameter)) != self._size:
             return True
-        state, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
-        if group is None or not state or not second_moments(state, parameter):  # another optimizer of the parameter
+        state, group = optimizer.state.get(parameter, {}), _group_of(optimizer, parameter)
+        moments = second_moments(state, parameter)
+        if group is None or not moments:  # another optimizer of the parameter
             return False
         grad = take_rows(local_of(parameter.grad), places).float()
         grad /= float(getattr(optimizer, "grad_scale", None) or 1)
@@ -362,7 +363,7 @@ class NewBlocks:
         minimum = squares
         if "betas" in group and "step" in state:
             minimum = squares * (1 - float(group["betas"][1]) ** (float(state["step"]) + 1))
-        for each in second_moments(state, parameter):
+        for each in moments:
             rows = take_rows(local := local_of(each), places)
             bound = minimum.view(-1, *[1] * (local.dim() - 1))
             put_rows(local, places, rows.maximum(bound.to(local.dtype)))
