@@ -118,7 +118,9 @@ def test_finished_runs_of_something_else_are_refused(tiny, tmp_path, at_work):
 
 
 def test_without_a_name_they_are_listed_and_what_wants_a_gpu_is_left_out(tiny, tmp_path, at_work, monkeypatch):
-    assert "tiny: Two tiny models." in output("experiment")
+    listed = output("experiment")
+    assert "tiny (0.7 hours of a core): Two tiny models." in listed
+    assert "wikipedia-large (needs a GPU):" in listed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     experiments.EXPERIMENTS["tiny"] = replace(tiny, minutes=None)
     done = attempt(tmp_path, "--cores", "1")
@@ -340,6 +342,12 @@ def test_equal_seconds_are_left_out_if_all_take_as_long():
     runs = {name: [timed_run(0, pace, [5.0, 4.0, 3.0, 2.0])] for name, pace in (("dense", 1.0), ("wide", 1.09))}
     assert EqualSeconds("", against="dense").cells(dict.fromkeys(runs), runs) is None
     assert EqualSeconds("", against="gone").cells(dict.fromkeys(runs), runs) is None
+
+
+def test_seeds_of_no_experiment_are_named(tiny, tmp_path):
+    folders = "--runs", tmp_path / "runs", "--out", tmp_path
+    said = run("experiment", "tiny", "--only", "dense", "--seed", 9, *folders).output
+    assert "tiny compares seeds 0, 1; trains 9 in addition" in " ".join(said.split())
 
 
 def test_finished_runs_without_probes_are_not_done(tiny, tmp_path):

@@ -62,7 +62,7 @@ def experiment(
     console = Console()
     if not name:
         for one, of in experiments.EXPERIMENTS.items():
-            console.print(f"[bold]{one}[/]: {of.about}.", highlight=False)
+            console.print(f"[bold]{one}[/] ({_duration(of)}): {of.about}.", highlight=False)
         return
     if cores is not None:
         integer("cores", cores, 1)
@@ -73,7 +73,7 @@ def experiment(
     named = {one: experiments.find(one) for one in name if one != "all"}
     chosen = dict(experiments.EXPERIMENTS) if "all" in name else named
     make_folder(out)
-    _check(chosen, only or (), seed or ())
+    _check(console, chosen, only or (), seed or ())
     if not (redraw or add):
         for one, of in chosen.items():
             _check_no_loss(one, of, runs / one, out, only or (), seed or ())
@@ -90,13 +90,24 @@ def experiment(
         _wrote(console, experiments.write(one, of, runs / one, out, add))
 
 
-def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
-    """Raise if a contender or a seed is invalid."""
+def _duration(experiment: Experiment) -> str:
+    """Return how long all runs of an experiment take, roughly."""
+    hours = [experiment.hours(contender) for contender in experiment.contenders]
+    known = [of_a_run for of_a_run in hours if of_a_run is not None]
+    return f"{len(experiment.seeds) * sum(known):.1f} hours of a core" if len(known) == len(hours) else "needs a GPU"
+
+
+def _check(console: Console, chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
+    """Raise if a contender or a seed is invalid; name seeds that an experiment does not have."""
     from ..experiments.experiment import check_only
 
     check_only(only, (contender for of in chosen.values() for contender in of.contenders))
     for one in seeds:
         integer("seed", one, 0, below=2**32)
+    for name, of in chosen.items():
+        if others := sorted(set(seeds).difference(of.seeds)):
+            more, own = (", ".join(map(str, of_some)) for of_some in (others, of.seeds))
+            say(console, f"{name} compares seeds {own}; trains {more} in addition", "yellow")
 
 
 def _check_no_loss(name: str, experiment: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
