@@ -24,6 +24,8 @@ constexpr int kRegisterTokens = kTileRows == 8 ? 6 : 4, kRowTokens = kTileRows =
 // Rows whose largest element is smaller count as 0, since the scale would leave the range of float32.
 constexpr float kLeast = 1e-36f;
 constexpr int kRegisterVectors = kTileRows == 8 ? 2 : 1;
+// Steps of a tile in one turn of its loop.
+constexpr int kStepsAtOnce = kTileRows == 8 ? 2 : 1;
 
 // Return sum + the products of 4 inputs, the same in all lanes, and 4 weights per lane.
 BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
@@ -128,6 +130,7 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
     const uint8_t* in[kPointers];
 #pragma GCC unroll 4
     for (int p = 0; p < kPointers; ++p) in[p] = x + piece.col[b] * in_block + 3 * p * stride;
+#pragma GCC unroll kStepsAtOnce
     for (int64_t s = 0; s < piece.steps; ++s, w += w_step) {
       const auto* here = reinterpret_cast<const int32_t*>(w);
       const Sums first = load(here), second = kVectors > 1 ? load(here + kOutputs) : first;
