@@ -496,3 +496,27 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal
     shown = terminal and not after
     assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown
     assert stream.getvalue().endswith("\n") == shown
+
+
+class Masked(nn.Module):
+    """Takes a mask that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+
+    def forward(self, x, mask=None):
+        return self.layers(x if mask is None else x * mask.view(-1, 1))
+
+
+@pytest.mark.parametrize("call", [bs.sparsify, bs.compress])
+def test_labels_that_fill_an_optional_argument_are_named(call):
+    x, labels = torch.randn(64, 16), torch.randint(4, (64,))
+    options = {"density": 0.3, **({"steps": 2} if call is bs.compress else {"force": True})}
+    pairs = list(zip(x.split(8), labels.split(8), strict=True))
+    with pytest.warns(bs.SparsityWarning, match="with one number per sample, is the model's argument 'mask'"):
+        call(Masked(), data=pairs, block_size=4, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*one number per sample")
+        call(Masked(), data=list(x.split(8)), block_size=4, **options)
+        call(Masked(), data=[{"x": part, "mask": torch.ones(8)} for part in x.split(8)], block_size=4, **options)

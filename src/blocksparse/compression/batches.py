@@ -24,6 +24,7 @@ from ..sparsity.calibration.calibrate import (
     describe,
     sample_count,
     values_of,
+    warn_of_label,
 )
 from ..sparsity.distillation import output_tensors
 from ..surgery.model_tools import parameter_device
@@ -159,6 +160,8 @@ class BatchReader:
             batch: a batch for it.
             warn: whether to warn if the batch has labels that the task loss cannot use.
         """
+        if warn:
+            warn_of_label(model, batch)
         output = self.run(model, batch)
         if warn:
             self._warn_of_unused_labels(output, batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...errors import BlockSparseError, Page, first_line
+from ...errors import BlockSparseError, Page, first_line, warn_user
 from ...surgery.model_tools import evaluation_mode, parameter_device, split_arguments, uncompiled
 from ...surgery.prunable import Prunable
 
@@ -82,6 +82,8 @@ def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], ob
     try:
         with evaluation_mode(model), uncompiled():
             for batch in batches:
+                if empty:
+                    warn_of_label(model, batch)
                 empty = False
                 args, kwargs = arguments_of(batch, max_args, device)
                 try:
@@ -134,14 +136,30 @@ def arguments_of(batch: Any, max_args: int | None, device: torch.device) -> tupl
     return [move(each) for each in args[:max_args]], {name: move(each) for name, each in kwargs.items()}
 
 
+def warn_of_label(model: nn.Module, batch: Any) -> None:
+    """Warn if the last value of a tuple has one number per sample, as labels have, and fills an optional argument."""
+    args, _ = split_arguments(batch)
+    parameters = _positional(model)
+    if not 1 < len(args) <= len(parameters):
+        return
+    last, parameter = args[-1], parameters[len(args) - 1]
+    looks_like_labels = isinstance(last, Tensor) and last.shape == (sample_count(batch),)
+    if looks_like_labels and parameter.default is not parameter.empty:
+        warn_user(
+            f"a batch has {len(args)} values, so the last one, with one number per sample, is the model's argument "
+            f"{parameter.name!r}. If it is a label, pass batches without it."
+        )
+
+
 def count_positional(model: nn.Module) -> int | None:
     """Return the number of positional arguments that the model accepts; None for any number."""
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(
-        kind is not inspect.Parameter.KEYWORD_ONLY and kind is not inspect.Parameter.VAR_KEYWORD for kind in kinds
-    )
+    positional = _positional(model)
+    return None if any(each.kind is each.VAR_POSITIONAL for each in positional) else len(positional)
+
+
+def _positional(model: nn.Module) -> list[inspect.Parameter]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
 
 
 def batch_error(model: nn.Module, batch: Any, error: Exception, *, with_label: bool = False) -> BlockSparseError:
