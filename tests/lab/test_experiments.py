@@ -371,6 +371,17 @@ def test_the_committed_tables_are_those_of_their_json(path, tmp_path, monkeypatc
     assert (tmp_path / f"{path.stem}.md").read_text() == path.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_table_can_have_runs_of_another_instruction_set(path):
+    if path.stem not in experiments.EXPERIMENTS:
+        pytest.skip("of a benchmark")
+    results = experiments.load(path)
+    *_, last = results.runs.values()
+    for of_last in last:
+        of_last.result["machine"]["isa"] = "another"
+    assert all(table.rows for table in experiments.find(path.stem).tables(results))
+
+
 @pytest.mark.parametrize("name", ["prune-charlm", "sparse-madelon", "cifar10-pixels-small"])
 def test_pictures_come_from_the_json_too(name, tmp_path):
     experiments.find(name).picture(tmp_path / "a.png", experiments.load(RESULTS / f"{name}.json"))

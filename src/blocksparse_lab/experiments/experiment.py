@@ -108,6 +108,8 @@ class Column:
     def _independent(self, values_of: list[float], base: list[float], *notes: str) -> str:
         """Format the difference of independent runs."""
         ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (values_of, base))
+        if self.show:
+            return noted(self.show(ours), *notes)
         cell = f"{fmean(ours):+,.{self.digits}f}"
         if min(len(ours), len(theirs)) > 1:
             cell += f" ± {hypot(stdev(ours), stdev(theirs)):,.{self.digits}f}"
