@@ -155,6 +155,7 @@ INPUTS = [
     ("projected", (torch.tensor([[-1], [1]]),), {"table": table}, "input: expected rows of a table.* 3, got -1 to 1"),
     ("lstm", (torch.zeros(3, 2, 8).long(),), {}, "input: expected floating point"),
     ("lstm", (torch.zeros(3, 2),), {"table": table}, "input: expected int64 rows of the table"),
+    ("lstm", (torch.zeros(3, 2, dtype=torch.int64),), {"table": [[0.0]]}, "table: expected .*, got list"),
     ("gru", (drawn(3, 2, 7),), {}, "input"),
     ("gru", (x, drawn(1, 3, 16)), {}, "the initial h"),
     ("gru", (x, (h, h)), {}, "hx"),

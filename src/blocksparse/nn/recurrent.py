@@ -263,8 +263,9 @@ class Recurrent(MultiWeightModule):
         dims: tuple[int, ...] = (2,) if isinstance(input, PackedSequence) else (2, 3)
         size = self.input_size
         if table is not None:
-            if table.dim() != 2 or table.shape[1] != self.input_size:
-                raise BlockSparseError.expected("table", f"[n, {self.input_size}]", list(table.shape))
+            if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] != self.input_size:
+                got = list(table.shape) if isinstance(table, Tensor) else type(table).__name__
+                raise BlockSparseError.expected("table", f"[n, {self.input_size}]", got)
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
             if data.is_cpu and can_bypass_dispatcher(data):
