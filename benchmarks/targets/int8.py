@@ -24,6 +24,7 @@ HIDDEN, TOKENS, DENSITIES = 4096, (1, 64, 1024), (0.25, 0.1)
 MIN_RATIO = {0.25: 3.0, 0.1: None}
 MIN_TILED_RATIO = {0.25: 5.0, 0.1: 11.0}
 BLOCK, ROW, DENSE, FLOAT32 = "ours", "ours, scale per row", "dense int8", "our float32"
+BFLOAT16 = "our bfloat16"
 
 
 @torch.no_grad()
@@ -50,6 +51,7 @@ def rows(budget: float, quick: bool = False) -> RowIterator:
                 ROW: partial(int8_linear, x, *rounded[ROW], layout),
                 DENSE: partial(dense, x),
                 FLOAT32: partial(linear, x, values, layout),
+                BFLOAT16: partial(linear, x.bfloat16(), values.bfloat16(), layout),
             }
             timed = race(calls, **timing_options(budget, quick))
             for name in rounded:
@@ -71,7 +73,7 @@ def _row(
     check_errors(1e-6, {"y": error}, layout, "the definition of the int8 product")
     rounding = relative_error(calls[name](), calls[FLOAT32]())
     rate = 2 * tokens * density * hidden**2 / timed.samples.time(name).median / 1e9
-    float32 = format_ratio(timed.samples.ratio(FLOAT32, name))
+    others = ", ".join(f"{format_ratio(timed.samples.ratio(of, name))} {of}" for of in (FLOAT32, BFLOAT16))
     asked = min(MIN_RATIO, key=lambda each: abs(each - density))
     least = MIN_RATIO[asked] if name == BLOCK else None
     if name == ROW and cpu_core.isa() == "amx" and tokens == TOKENS[-1]:
@@ -82,6 +84,6 @@ def _row(
         name,
         DENSE,
         least=least,
-        more=f", {float32} {FLOAT32}, {rate:.0f} GOP/s, rounding {rounding:.1%}",
+        more=f", {others}, {rate:.0f} GOP/s, rounding {rounding:.1%}",
         details={"engine": torch.backends.quantized.engine, "error": error, "rounding": rounding},
     )
