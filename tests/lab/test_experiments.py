@@ -359,11 +359,11 @@ def test_finished_runs_without_probes_are_not_done(tiny, tmp_path):
 
 # -- the committed results ---------------------------------------------------------------------------------------------
 
+COMMITTED = sorted(path for path in RESULTS.glob("*.json") if path.stem in experiments.EXPERIMENTS)
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_tables_are_those_of_their_json(path, tmp_path, monkeypatch):
-    if path.stem not in experiments.EXPERIMENTS:
-        pytest.skip("of a benchmark")
     (tmp_path / path.name).write_bytes(path.read_bytes())
     experiment = experiments.find(path.stem)
     monkeypatch.setattr(type(experiment), "picture", lambda *of: None)
@@ -371,10 +371,8 @@ def test_the_committed_tables_are_those_of_their_json(path, tmp_path, monkeypatc
     assert (tmp_path / f"{path.stem}.md").read_text() == path.with_suffix(".md").read_text()
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_every_table_can_have_runs_of_another_instruction_set(path):
-    if path.stem not in experiments.EXPERIMENTS:
-        pytest.skip("of a benchmark")
     results = experiments.load(path)
     *_, last = results.runs.values()
     for of_last in last:
@@ -388,10 +386,8 @@ def test_pictures_come_from_the_json_too(name, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
-    if path.stem not in experiments.EXPERIMENTS:
-        pytest.skip("of a benchmark")
     machines = [run.result["machine"] for runs in experiments.load(path).runs.values() for run in runs]
     assert not any(machine["dirty"] for machine in machines)
     assert not re.search(
@@ -406,9 +402,8 @@ def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
 
 
 def test_the_committed_results_are_small():
-    paths = [path for path in RESULTS.glob("*.json") if path.stem in experiments.EXPERIMENTS]
-    runs = [run for path in paths for of in experiments.load(path).runs.values() for run in of]
-    assert sum(path.stat().st_size for path in paths) < 600 * len(runs)
+    runs = [run for path in COMMITTED for of in experiments.load(path).runs.values() for run in of]
+    assert sum(path.stat().st_size for path in COMMITTED) < 600 * len(runs)
 
 
 def test_what_runs_share_is_written_once():

@@ -255,7 +255,10 @@ def _other_bases(contenders: Mapping[str, Any]) -> list[str]:
     """
     bases = {name.replace("prune and regrow", "set") for name in contenders if name.startswith("prune and regrow, ")}
     if AS_PUBLISHED in contenders:
-        bases |= {AS_PUBLISHED, *(f"{name}, {r:g}" for of in TUNED.values() for name, r in of.items() if "set" in name)}
+        bases |= {
+            AS_PUBLISHED,
+            *(f"{name}, {r:g}" for of in TUNED.values() for name, r in of.items() if name.startswith("set")),
+        }
     return [name for name in contenders if name in bases]
 
 
