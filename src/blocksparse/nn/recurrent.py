@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..checked import integer, number
+from ..checked import integer, number, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast, check_rows_of_table
@@ -264,8 +264,7 @@ class Recurrent(MultiWeightModule):
         size = self.input_size
         if table is not None:
             if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] != self.input_size:
-                got = list(table.shape) if isinstance(table, Tensor) else type(table).__name__
-                raise BlockSparseError.expected("table", f"[n, {self.input_size}]", got)
+                raise BlockSparseError.expected("table", f"[n, {self.input_size}]", shape_of(table))
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
             if data.is_cpu and can_bypass_dispatcher(data):
